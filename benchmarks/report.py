@@ -151,13 +151,13 @@ _PARTS += ["O5, clipped", "O5, torch's clipping"]
 
 
 def by_net(rows: list[Row]) -> dict[str, dict[str, Row]]:
-    """The rows of each net by variant; a net with its batch, as "ViT-S/16, 8 of 224x224"."""
+    """The rows of each net by variant; a net as "ViT-S/16 (batch 8, 224x224)"."""
     nets: dict[str, dict[str, Row]] = {}
     for row in rows:
         net, side, batch = row.case.rsplit("-", 2)
         image = row.optimizer == "SGD" or net.startswith(("vit", "convnext"))
-        size = f"{batch} of {side}x{side}" if image else f"{batch} of {side} words"
-        nets.setdefault(f"{_NETS[net]}, {size}", {})[row.variant] = row
+        size = f"{side}x{side}" if image else f"sequence {side}"
+        nets.setdefault(f"{_NETS[net]} (batch {batch}, {size})", {})[row.variant] = row
     return nets
 
 
@@ -208,7 +208,7 @@ _WIDTH, _BAR = 520, 15
 def nets_figure(rows: list[Row], theme: str) -> str:
     """An SVG: milliseconds of a training step as bars, of five nets."""
     text, *colours = _THEMES[theme]
-    nets = {name.split(",")[0]: by for name, by in by_net(rows).items()}
+    nets = {name.split(" (")[0]: by for name, by in by_net(rows).items()}
     drawn = {name: [nets[name][arm].median_ms for arm in _ARMS] for name in _DRAWN}
     scale = 330 / max(map(max, drawn.values()))
     parts, y = [], 0

@@ -72,6 +72,7 @@ def process():
     found["torch.serialization.get_safe_globals()"] = sorted(
         map(str, torch.serialization.get_safe_globals())
     )
+    found["torch.compiler.config.cache_key_tag"] = torch.compiler.config.cache_key_tag
     found["torch's flags"] = [
         torch.get_default_dtype(),
         torch.get_num_threads(),
@@ -87,8 +88,10 @@ def process():
     ]
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("ampfuse"):
-            found[name.partition(".")[0]] = found.get(name.partition(".")[0], "")
-            found[name.partition(".")[0]] += torch._C._dispatch_dump(name)
+            for line in torch._C._dispatch_dump(name).splitlines():
+                is_rule = line.startswith("AutocastCPU")
+                place = "torch.autocast's rules for the CPU" if is_rule else name.partition(".")[0]
+                found[place] = found.get(place, "") + name + line
     return found
 
 
@@ -210,6 +213,7 @@ def main():
     import_all()
     found["import"] = changed(start, process())
 
+    import ampfuse
     from ampfuse import amp
     from ampfuse._core import EXTENSION as _C
     from ampfuse.compat import apex
@@ -239,12 +243,16 @@ def main():
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
     found["amp.register_float_function"] = changed(start, process())
     amp.restore_torch()
+    ampfuse.cpu_half_ops()
     _C.set_half_ops(True, every=True)
     found["ampfuse.cpu_half_ops"] = changed(start, process())
     amp.restore_torch()
     apex.install()
     found["apex.install"] = changed(start, process())
     apex.uninstall()
+    apex.amp.init()
+    found["apex.amp.init"] = changed(start, process())
+    amp.restore_torch()
     found["undone"] = changed(start, process())
     json.dump(found, sys.stdout)
 

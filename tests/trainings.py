@@ -141,7 +141,10 @@ def groups(model: Net) -> list[dict[str, Any]]:
 
 def verdict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     last = getattr(optimizer, "last_step", None)
-    return {"norm": last.grad_norm, "skipped": last.skipped} if last is not None else {}
+    if last is None:
+        return {}
+    norm = last.grad_norm
+    return {"norm": torch.tensor(torch.nan) if norm is None else norm, "skipped": last.skipped}
 
 
 def left_behind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -174,6 +177,7 @@ class Training:
         amp.initialize(self.model, self.optimizer, opt_level=level, **options)
         scale = options.get("loss_scale", "dynamic" if level in ("O1", "O2") else 1.0)
         self.dynamic = scale == "dynamic"
+        self.optimizer.skip_nonfinite = False  # norms of uninspected steps have a hash, too
 
     def train(self, steps: range) -> list[dict[str, Any]]:
         """Norm and verdict of each step."""
@@ -217,6 +221,8 @@ def several_losses(level: str) -> dict[str, Any]:
     optimizers = [make("adamw", models[0].parameters()), make("sgd-all", models[1].parameters())]
     options = {"init_scale": INIT_SCALE, "growth_interval": 2, "verbosity": 0}
     amp.initialize(models, optimizers, opt_level=level, num_losses=2, **options)
+    for optimizer in optimizers:
+        optimizer.skip_nonfinite = False
     steps = []
     for step in range(STEPS):
         for optimizer in optimizers:
@@ -303,7 +309,7 @@ def with_scaler(
 def alone(name: str, *, infinite: bool = False, **options: Any) -> dict[str, Any]:
     """An optimizer of ampfuse's without scaler, with a closure."""
     params = Parameters((f16, f32, bf16), 300)
-    optimizer = make(name, list(params), **options)
+    optimizer = make(name, list(params), **{"skip_nonfinite": False, **options})
     steps = []
     for step in range(4):
 

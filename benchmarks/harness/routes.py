@@ -120,7 +120,11 @@ class Ours(Route):
         self.optimizer = getattr(ampfuse.optim, case.optimizer)(
             params,
             max_grad_norm=MAX_NORM if case.clip else None,
-            **{"master_weights": case.half, **options},
+            **{
+                "master_weights": case.half,
+                "skip_nonfinite": None if case.clip else False,
+                **options,
+            },
             **OPTIONS[case.optimizer],
         )
         if name in METER:

@@ -138,23 +138,37 @@ and adds the norms of.)");
 void bind_gradients(py::module_& m) {
   py::class_<GradientLedger>(m, "GradientLedger", py::module_local(),
                              "The passes between two steps of a table; see gradient_ledger.h.")
+      .def("check", &GradientLedger::check,
+           "RuntimeError or TypeError, naming the row, for a gradient that no kernel can read.")
       .def("begin_backward", &GradientLedger::begin_backward,
            "Put earlier gradients away, so that a backward pass brings new ones only.")
       .def("end_backward", &GradientLedger::end_backward, py::arg("scale"), py::arg("check"),
+           py::arg("delay") = false,
            R"(Take in a pass whose gradients carry `scale`; with `check`, inspect it.
 
-Returns whether it left a gradient, or the delayed one before it did.)")
-      .def("mark_backward", &GradientLedger::mark_backward, py::arg("scale"),
-           "Take in a pass, but leave its gradients scaled.")
+With `delay` what it finds is the next pass's verdict too. Returns whether it left a gradient, or
+the delayed one before it did.)")
+      .def_property_readonly("is_delayed", &GradientLedger::is_delayed,
+                             "Whether the last pass left its verdict to the next one.")
       .def(
           "accumulated", &GradientLedger::accumulated, py::arg("row"), py::arg("make") = false,
           R"(In a backward pass: what earlier ones left, float32 and unscaled, to be edited in place.
 
 Who edits it says by ``found_inf`` whether it is finite. None where they left nothing; zeros then
 with `make`.)")
+      .def("has_new", &GradientLedger::has_new,
+           "Whether a gradient came from outside a pass, as from somebody's own backward.")
       .def("cancel_backward", &GradientLedger::cancel_backward, "Drop what a failed pass left.")
-      .def("materialize", &GradientLedger::materialize,
-           "Put FP32 unscaled gradients into the masters' ``.grad``.")
+      .def("materialize", &GradientLedger::materialize, py::arg("all") = false,
+           R"(Put FP32 unscaled gradients into the ``.grad`` of masters and their weights.
+
+Of those that carry a scale, or `all`.)")
+      .def("look", &GradientLedger::look, py::arg("param"),
+           "Somebody is about to read the ``.grad`` of a master or of its weight.")
+      .def("assign", &GradientLedger::assign, py::arg("param"), py::arg("value"),
+           R"(``param.grad = value``, of a master or of its weight: what the step uses, unscaled.
+
+RuntimeError: of another shape or on another device than the parameter.)")
       .def("zero_grad", &GradientLedger::zero_grad, py::arg("set_to_none"),
            "Drop all gradients, or fill them with zeros.");
 }
@@ -178,12 +192,14 @@ back without it, with `unscales_half` the others too. Nothing has changed when t
            py::arg("between") = py::none(),
            R"(The step over what `collect` found: decide, and unless that says skip, update.
 
-`between` is called with the rows whose steps have two stages, between these, and begins to work on
-their scratch memory; what it returns is called for the end, after other rows are updated. Neither
-is called where the CPU skips.)")
+`between` is called with the rows whose steps have two stages, between these, and works on their
+scratch memory: nothing has changed if it raises. What it returns is called for the end, after other
+rows are updated. Neither is called where the CPU skips; True then.)")
       .def("decide", &StepPlan::decide, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
            py::arg("inspect"), py::arg("skip_nonfinite"),
            "Decide without an update, for an optimizer that steps by itself.")
+      .def_readonly("knew_norm", &StepPlan::knew_norm,
+                    "Whether the last decision knew the norm of its gradients.")
       .def("finish_step", &StepPlan::finish_step, "The gradients are spent.")
       .def("mark_stepped", &StepPlan::mark_stepped,
            R"(A captured graph has stepped the rows.

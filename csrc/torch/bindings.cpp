@@ -97,6 +97,9 @@ Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16
         R"(Register them with torch, for the process, or take them back.
 
 `every`: even for half types for which this CPU has instructions, so that tests reach every kernel.)");
+  m.def("autocast_rules", autocast_rules, "Whether autocast has a GPU's rules on the CPU.");
+  m.def("set_autocast_rules", set_autocast_rules, py::arg("on"),
+        "Register them with torch, for the process, or take them back.");
 #endif
   m.def("empty_laid_out_as", empty_laid_out_as, py::arg("like"), py::arg("dtype") = at::kFloat,
         R"(An uninitialized tensor laid out in memory as `like`, to live long.

@@ -8,158 +8,205 @@
 
 namespace ampfuse {
 
+static at::Tensor& grad_of(const Row& row) { return row.leaf().mutable_grad(); }
+
+static bool is_float(const at::Tensor& grad) {
+  return grad.defined() && grad.scalar_type() == at::kFloat;
+}
+
 GradientLedger::GradientLedger(ParamTable& table, Inspector& inspector)
     : table_(table),
       inspector_(inspector),
       scale_(at::ones({}, at::TensorOptions().dtype(at::kFloat).device(table.device))) {}
 
-// Zeroing the gradients of the model or those of the masters empties a materialized row alike.
 const at::Tensor& GradientLedger::gradient(const Row& row) const {
   const at::Tensor& grad = row.gradient();
-  return is_materialized(row) && grad.defined() ? row.param.mutable_grad() : grad;
+  // DistributedDataParallel makes its buckets anew after the first pass, and puts views of them, in
+  // the weights' types, in the places of gradients. The master's is still exact.
+  const bool was_rounded = row.grad_state == Grad::kShown && grad.defined() && !is_float(grad);
+  return was_rounded ? row.param.mutable_grad() : grad;
+}
+
+const at::Tensor& GradientLedger::settled(Row& row) {
+  const at::Tensor& grad = gradient(row);
+  if (!grad.defined() && row.grad_state == Grad::kScaled) row.accumulated.reset();
+  if (!grad.defined() && row.grad_state != Grad::kStashed) row.grad_state = Grad::kTrue;
+  return grad;
+}
+
+// In the parameter's layout; throws where no kernel can read it.
+const at::Tensor& GradientLedger::checked(Row& row) {
+  row.copied_grad.reset();
+  const at::Tensor& grad = settled(row);
+  return grad.defined() ? row.checked(grad, table_.device) : grad;
+}
+
+void GradientLedger::check() {
+  const LocalGradients local(table_);
+  for (Row& row : table_.rows()) checked(row);
+}
+
+// Whether what a row with a master has goes to its sum: with `all` what no step has used, else what
+// carries the scale.
+static bool is_added(const Row& row, bool all) {
+  return row.model.defined() && (all ? !row.is_used() : row.carries_scale());
+}
+
+// ... as a pass begins, or as somebody looks. What is added is checked already.
+void GradientLedger::add_up(bool begins, bool all) {
+  const at::Tensor none;
+  std::vector<Row>& rows = table_.rows();
+  std::vector<at::Tensor> sums(rows.size());
+  std::vector<size_t> read;  // by a kernel
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const Row& row = rows[i];
+    if (!is_added(row, all)) continue;
+    const at::Tensor& grad = row.copied_grad.defined() ? row.copied_grad : gradient(row);
+    if (!row.carries_scale() && (!grad.defined() || is_float(grad))) {
+      sums[i] = grad;
+    } else {
+      sums[i] = row.accumulated.defined() ? row.accumulated : empty_laid_out_as(row.param);
+      read.push_back(i);
+    }
+  }
+  if (!read.empty()) {
+    for (size_t i = 0; i < rows.size(); ++i) table_.set_gradient(i, none, false, none, none);
+    for (size_t i : read) {
+      const Row& row = rows[i];
+      const at::Tensor& grad = row.copied_grad.defined() ? row.copied_grad : gradient(row);
+      table_.set_gradient(i, grad, row.carries_scale(), row.accumulated, sums[i]);
+    }
+    Inspection inspection;
+    inspection.record = inspection.fresh = begins;
+    inspection.same_pass = delayed_;
+    inspector_.inspect(scale_, inspection);
+  }
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (sums[i].defined()) rows[i].accumulated = std::move(sums[i]);
+  }
+  inspector_.knows_norm = any_scaled_ = false;
+}
+
+// What was put away is .grad again.
+void GradientLedger::restore(Row& row) {
+  at::Tensor& grad = grad_of(row);
+  grad = std::move(row.accumulated);
+  row.copied_grad.reset();
+  const bool shows = row.model.defined() && !row.whole.defined();
+  if (shows) row.param.mutable_grad() = grad;
+  row.grad_state = shows && grad.defined() ? Grad::kShown : Grad::kTrue;
 }
 
 void GradientLedger::begin_backward() {
   const LocalGradients local(table_);
-  const at::Tensor none;
-  bool fold = false;
-  knows_earlier_ = true;
   std::vector<Row>& rows = table_.rows();
+  std::vector<at::Tensor> stash(rows.size());
+  bool knows_earlier = true, edited = false;
   for (size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
-    at::Tensor& grad = row.leaf().mutable_grad();
-    const bool pending = row.pending.is_or_was(grad);
-    if (is_materialized(row)) {
-      row.accumulated = gradient(row);
-      if (row.accumulated.defined() && !row.inspected.is_unchanged(row.accumulated))
-        edited_sums_ = true;
-      row.param.mutable_grad().reset();
-    } else if (grad.defined() && row.model.defined() && !row.spent.is_or_was(grad)) {
-      const at::Tensor& used = row.checked(grad, table_.device);
-      const at::Tensor earlier = row.accumulated;
-      if (!earlier.defined()) row.accumulated = empty_laid_out_as(row.param);
-      table_.set_gradient(i, used, pending, earlier, row.accumulated);
-      fold = true;
+    TORCH_CHECK(row.grad_state != Grad::kStashed, "a pass of scale_loss runs already");
+    const at::Tensor& used = checked(row);
+    if (!used.defined()) continue;
+    const at::Tensor& grad = gradient(row);
+    const bool inspected = row.inspected.is_unchanged(grad);
+    if (row.model.defined()) {  // add_up() inspects what it reads
+      edited |= !inspected && !row.carries_scale() && !row.is_used() && is_float(grad);
       continue;
-    } else if (grad.defined() && !row.model.defined() && pending) {
-      grad = row.checked(grad, table_.device);
-      table_.set_gradient(i, grad, true, none, grad);
-      fold = true;
-      continue;
-    } else if (grad.defined() && !row.model.defined()) {
-      row.checked(grad, table_.device);
-      if (!row.inspected.is_unchanged(grad)) knows_earlier_ = false;
     }
-    table_.set_gradient(i, none, false, none, none);
+    knows_earlier &= inspected;
+    stash[i] = used;
+    // The pass writes over a gradient in a bucket of DistributedDataParallel.
+    if (used.is_same(grad) && grad.storage().use_count() > 1)
+      stash[i] = empty_laid_out_as(row.param, grad.scalar_type()).copy_(grad);
   }
-  if (fold) {
-    Inspection inspection;
-    inspection.record = inspection.fresh = true;
-    inspector_.inspect(scale_, inspection);
-  }
-  includes_delayed_ = fold && phase_ == Phase::kDelayed;
-  phase_ = Phase::kBackward;
-  materialized_ = false;
-  for (Row& row : table_.rows()) {
-    at::Tensor& grad = row.leaf().mutable_grad();
-    if (!row.model.defined()) {  // stashed until end_backward
-      row.accumulated = row.copied_grad.defined() ? row.copied_grad : grad;
-      // The next pass writes over a gradient in a bucket of DistributedDataParallel.
-      if (grad.defined() && grad.storage().use_count() > 1)
-        row.accumulated = empty_laid_out_as(row.param, grad.scalar_type()).copy_(grad);
-    }
-    grad.reset();
+  add_up(true, true);
+  knows_earlier_ = knows_earlier;
+  edited_sums_ |= edited;
+  stepped_ = false;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    Row& row = rows[i];
+    if (stash[i].defined()) row.accumulated = std::move(stash[i]);
+    if (row.grad_state == Grad::kShown) row.param.mutable_grad().reset();
+    grad_of(row).reset();
     row.copied_grad.reset();
-    row.pending.forget();
-    row.spent.forget();
-  }
-  inspector_.knows_norm = false;
-}
-
-void GradientLedger::mark_backward(const at::Tensor& scale) {
-  const LocalGradients local(table_);
-  phase_ = Phase::kDelayed;
-  scale_.copy_(scale);
-  for (Row& row : table_.rows()) {
-    at::Tensor& grad = row.leaf().mutable_grad();
-    if (grad.defined()) row.pending.remember(grad);
-    row.inspected.forget();
-    if (row.model.defined() || !row.accumulated.defined()) continue;
-    // The stash is unscaled and the new gradient is not, so they meet in the scaled one.
-    if (grad.defined()) {
-      grad.add_(row.accumulated.mul(scale));
-    } else {
-      grad = row.accumulated;
-    }
-    row.accumulated.reset();
+    row.grad_state = Grad::kStashed;
   }
 }
 
-bool GradientLedger::end_backward(const at::Tensor& scale, bool check) {
+bool GradientLedger::end_backward(const at::Tensor& scale, bool check, bool delay) {
   const LocalGradients local(table_);
   const at::Tensor none;
-  bool any = false, left = includes_delayed_;
-  inspector_.knows_norm = check;
+  bool any = check, left = delayed_, knows_norm = check;
   std::vector<Row>& rows = table_.rows();
   for (size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
-    at::Tensor& grad = row.leaf().mutable_grad();
+    const at::Tensor &grad = checked(row), &earlier = row.accumulated;
+    const bool has_model = row.model.defined();
     row.has_grad = grad.defined();
     left |= row.has_grad;
-    table_.set_gradient(i, none, false, none, none);
-    if (row.accumulated.defined() && (row.model.defined() || !grad.defined()))
-      inspector_.knows_norm = false;
-    if (!grad.defined()) {
-      if (row.model.defined() || !row.accumulated.defined()) continue;
-      grad = std::move(row.accumulated);
-      if (!check || row.inspected.is_unchanged(grad)) continue;
-      // Nobody has looked at it, as at zeros. By the next pass all are inspected.
-      grad = row.checked(grad, table_.device);
-      table_.set_gradient(i, none, false, grad, none);
-      row.inspected.remember(grad);
-      continue;
-    }
-    if (row.model.defined()) {
-      const at::Tensor& used = row.checked(grad, table_.device);
-      row.pending.remember(grad);
-      if (!check) continue;
-      table_.set_gradient(i, used, true, none, none);
+    if (earlier.defined() && (has_model || !row.has_grad)) knows_norm = false;
+    if (row.has_grad && !has_model) {
+      table_.set_gradient(i, grad, true, earlier, grad);
+      any = true;
+    } else if (row.has_grad && check) {
+      table_.set_gradient(i, grad, true, none, none);
     } else {
-      grad = row.checked(grad, table_.device);
-      table_.set_gradient(i, grad, true, row.accumulated, grad);
+      // Nobody may have looked at what this pass leaves as it was. By the next all are inspected.
+      const bool looks = check && !has_model && !row.inspected.is_unchanged(earlier);
+      table_.set_gradient(i, none, false, looks ? earlier : none, none);
     }
-    any = true;
   }
   // Also when the pass left no gradient: the loss scale asks for its verdict.
   // An overflow that an earlier pass was told of is not this one's.
-  if (any || check) {
+  if (any) {
     Inspection inspection;
     inspection.record = check;
-    inspection.same_pass = includes_delayed_;
+    inspection.same_pass = delayed_;
     inspection.fresh = knows_earlier_;
     inspection.kept_scale = scale_.data_ptr<float>();
     inspector_.inspect(scale, inspection);
   } else {
     scale_.copy_(scale);
   }
-  phase_ = Phase::kPending;
-  includes_delayed_ = false;
+  inspector_.knows_norm = knows_norm;
+  any_scaled_ = had_pass_ = true;
+  stepped_ = false;
+  delayed_ = delay;
   for (Row& row : rows) {
-    if (!row.has_grad) continue;
+    if (!row.has_grad) {
+      if (row.grad_state == Grad::kStashed) restore(row);
+      continue;
+    }
+    if (row.model.defined()) {
+      if (row.grad_state == Grad::kShown) row.param.mutable_grad().reset();
+      row.grad_state = Grad::kScaled;
+    } else {
+      if (row.copied_grad.defined()) grad_of(row) = row.copied_grad;
+      bump_version(grad_of(row));
+      row.accumulated.reset();
+      row.grad_state = Grad::kTrue;
+    }
     row.copied_grad.reset();
-    if (row.model.defined()) continue;
-    bump_version(row.param.mutable_grad());
-    row.accumulated.reset();
   }
   for (Row& row : rows) {  // views of one bucket have one version
-    if (!row.has_grad) continue;
-    if (check) {
-      row.inspected.remember(row.leaf().mutable_grad());
-    } else {
-      row.inspected.forget();
-    }
+    const at::Tensor& grad = grad_of(row);
+    if (!check && row.has_grad) row.inspected.forget();
+    if (check && grad.defined() && (row.has_grad || !row.model.defined() || !edited_sums_))
+      row.inspected.remember(grad);
   }
   return left;
+}
+
+bool GradientLedger::has_new() {
+  const LocalGradients local(table_);
+  bool found = !had_pass_;
+  for (Row& row : table_.rows()) {
+    const at::Tensor& grad = settled(row);
+    if (!row.model.defined() || !grad.defined()) continue;
+    found |= row.grad_state == Grad::kTrue ||
+             (row.grad_state == Grad::kScaled && !row.inspected.is_unchanged(grad));
+  }
+  return found;
 }
 
 std::optional<at::Tensor> GradientLedger::accumulated(int64_t index, bool make) {
@@ -177,77 +224,79 @@ std::optional<at::Tensor> GradientLedger::accumulated(int64_t index, bool make) 
 void GradientLedger::cancel_backward() {
   const LocalGradients local(table_);
   for (Row& row : table_.rows()) {
-    at::Tensor& grad = row.leaf().mutable_grad();
-    grad.reset();
-    if (!row.model.defined()) grad = std::move(row.accumulated);
+    if (row.grad_state == Grad::kStashed) restore(row);
   }
-  phase_ = Phase::kPending;
+  had_pass_ = true;
 }
 
-void GradientLedger::materialize() {
-  if (materialized_ || !may_be_pending()) return;
+void GradientLedger::materialize(bool all) {
+  if (!any_scaled_ && !all) return;
   const LocalGradients local(table_);
-  std::vector<int64_t> found;
   std::vector<Row>& rows = table_.rows();
+  std::vector<bool> inspected;
+  for (Row& row : rows) {
+    if (is_added(row, all)) checked(row);
+    inspected.push_back(row.inspected.is_unchanged(gradient(row)));
+  }
+  add_up(false, all);
   for (size_t i = 0; i < rows.size(); ++i) {
-    const Row& row = rows[i];
-    if (!row.model.defined()) continue;
-    if (row.accumulated.defined() || row.pending.is_or_was(row.model.mutable_grad()))
-      found.push_back(i);
-  }
-  if (found.empty()) return;
-  std::vector<int64_t> numel;
-  for (int64_t i : found) numel.push_back(rows[i].numel);
-  Table table(std::move(numel));
-  std::vector<at::Tensor> alive;
-  for (size_t i = 0; i < found.size(); ++i) {
-    Row& row = rows[found[i]];
-    const at::Tensor accumulated = std::move(row.accumulated);
-    at::Tensor out = accumulated.defined() ? accumulated : empty_laid_out_as(row.param);
-    bool inspected = true;
-    if (row.pending.is_or_was(row.model.mutable_grad())) {
-      inspected = row.inspected.is_unchanged(row.model.mutable_grad());
-      const at::Tensor grad = row.checked(row.model.mutable_grad(), table_.device);
-      row.copied_grad.reset();
-      table.set(kGrad, int64_t(i), grad.data_ptr(), dtype_of(grad, row.name));
-      alive.push_back(grad);
-    }
-    if (accumulated.defined())
-      table.set(kAccumulated, int64_t(i), accumulated.data_ptr(), DType::kFloat32);
-    table.set(kGradOut, int64_t(i), out.data_ptr(), DType::kFloat32);
-    table.set_scaled(int64_t(i), true);
-    // One tensor under both names: whoever edits it, through the master or the model, edits what
-    // the step uses.
-    row.param.mutable_grad() = out;
-    row.model.mutable_grad() = out;
-    row.pending.forget();
+    Row& row = rows[i];
+    if (row.grad_state == Grad::kStashed || !row.accumulated.defined()) continue;
+    restore(row);
     row.inspected.forget();
-    if (inspected) row.inspected.remember(out);
+    if (inspected[i]) row.inspected.remember(grad_of(row));
   }
-  InspectArgs args;
-  args.scale = scale_.data_ptr<float>();
-  const DeviceScope scope(table_.device);
-  scope.backend().inspect(table, args, scope.stream());
-  materialized_ = true;
+}
+
+void GradientLedger::look(const at::Tensor& param) {
+  Row* const row = table_.row_of(param);
+  if (!row) return;
+  const bool of_master = !param.is_same(row->leaf());
+  const bool waits = row->grad_state == Grad::kTrue || row->grad_state == Grad::kScaled;
+  if (row->grad_state == Grad::kShown) {
+    grad_of(*row) = gradient(*row);
+  } else if (of_master ? waits && grad_of(*row).defined() : any_scaled_ && !stepped_) {
+    materialize(of_master);
+  }
+}
+
+void GradientLedger::assign(const at::Tensor& param, const std::optional<at::Tensor>& value) {
+  const at::Tensor grad = value.value_or(at::Tensor());
+  TORCH_CHECK(!grad.defined() || (grad.sizes() == param.sizes() && grad.device() == param.device()),
+              "attempting to assign a gradient of size ", grad.sizes(), " on ", grad.device(),
+              " to a tensor of size ", param.sizes(), " on ", param.device());
+  Row* const row = table_.row_of(param);
+  if (!row) {
+    param.mutable_grad() = grad;
+    return;
+  }
+  ++table_.changes;
   inspector_.knows_norm = false;
+  const bool has_master = row->model.defined(), runs = row->grad_state == Grad::kStashed;
+  const bool shows = has_master && is_float(grad) && !runs;
+  grad_of(*row) = grad;
+  if (has_master) row->param.mutable_grad() = shows ? grad : at::Tensor();
+  if (runs) return;  // of this pass, as what autograd leaves
+  row->accumulated.reset();
+  row->grad_state = shows ? Grad::kShown : Grad::kTrue;
 }
 
 void GradientLedger::zero_grad(bool set_to_none) {
   const LocalGradients local(table_);
   for (Row& row : table_.rows()) {
-    at::Tensor& grad = row.leaf().mutable_grad();
+    at::Tensor& grad = grad_of(row);
+    if (row.grad_state == Grad::kShown) row.param.mutable_grad().reset();
     if (set_to_none) {
       grad.reset();
     } else if (grad.defined()) {
       if (grad.grad_fn()) grad = grad.detach();
       grad.zero_();
     }
-    if (row.model.defined()) row.param.mutable_grad().reset();
     row.accumulated.reset();
-    row.pending.forget();
     row.inspected.forget();
-    row.spent.forget();
+    row.grad_state = Grad::kTrue;
   }
+  any_scaled_ = stepped_ = false;
   go_idle();
 }
 
@@ -262,22 +311,23 @@ void GradientLedger::spend(bool stepped) {
       bump_version(row.gradient());
     }
     if (row.model.defined()) {
-      const at::Tensor& grad = row.gradient();
-      if (grad.defined()) row.spent.remember(grad);
-      if (materialized_) row.param.mutable_grad().reset();
+      if (row.grad_state == Grad::kShown) row.param.mutable_grad().reset();
       row.accumulated.reset();
+      row.grad_state = !row.gradient().defined() ? Grad::kTrue
+                       : row.carries_scale()     ? Grad::kUsedScaled
+                                                 : Grad::kUsed;
     }
     row.copied_grad.reset();
     row.inspected.forget();
     row.borrowed = nullptr;
   }
   ++table_.changes;
+  stepped_ = true;
   go_idle();
 }
 
 void GradientLedger::go_idle() {
-  phase_ = Phase::kIdle;
-  materialized_ = false;
+  had_pass_ = delayed_ = false;
   inspector_.knows_norm = edited_sums_ = false;
 }
 

@@ -1,12 +1,24 @@
-// Gradients between two steps: passes, loss scales, accumulation. The only one that knows phases.
+// Gradients between two steps: passes, loss scales, accumulation.
 //
-// Where they are, per row with a master (`model` is set):
-//   - autograd fills model.grad. Between scale_loss and step it is *pending*: scaled by `scale()`.
-//   - `accumulated` holds earlier passes, FP32 and unscaled.
-//   - once somebody reads a gradient of a master or of its model weight, both .grad are one FP32
-//     unscaled tensor, until the step or the next backward: they are *materialized*.
-// A row without a master has param.grad alone; during a backward pass its earlier gradient is
-// stashed in `accumulated`.
+// A row's gradient is in one state (Grad, row.h), which this class alone changes:
+//
+//                begin     end      cancel  read    write  step         zero_grad
+//   kTrue        kStashed  kScaled  -       -       kTrue  kUsed        -
+//   kShown       kStashed  kScaled  -       -       kTrue  kUsed        kTrue
+//   kScaled      kStashed  kScaled  -       kShown  kTrue  kUsedScaled  kTrue
+//   kStashed     error     kScaled  kShown  -       -      error        kTrue
+//   kUsed        kStashed  kScaled  -       -       kTrue  -            kTrue
+//   kUsedScaled  kStashed  kScaled  -       -       kTrue  -            kTrue
+//
+// A row without a master is kTrue outside of a pass: the end unscales its gradient in place.
+//   - begin adds what is there, unscaled, to `accumulated`, but for what a step has used.
+//   - end, where no pass began: a GradScaler unscales what autograd left.
+//   - read: somebody looks at .grad of a weight or of its master. That of a master, in kTrue,
+//   becomes
+//     kShown as well; after an end that of a DTensor, which tells nobody, is kTrue.
+//   - write: somebody sets .grad of either. That is the gradient then, in true values, and kShown
+//     where it is FP32.
+// Every check, and what takes memory, comes before the first change.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,42 +34,46 @@ class GradientLedger {
  public:
   GradientLedger(ParamTable& table, Inspector& inspector);
 
+  void check();
   void begin_backward();
-  bool end_backward(const at::Tensor& scale, bool check);
-  void mark_backward(const at::Tensor& scale);
+  bool end_backward(const at::Tensor& scale, bool check, bool delay);
   void cancel_backward();
   std::optional<at::Tensor> accumulated(int64_t row, bool make);
-  void materialize();
+  void look(const at::Tensor& param);
+  void assign(const at::Tensor& param, const std::optional<at::Tensor>& value);
+  void materialize(bool all);
   void zero_grad(bool set_to_none);
 
-  // A row's gradient now; of a materialized row empty after zeroing that of either tensor.
+  // A row's gradient now; beside it there is what earlier passes left in `accumulated`.
   const at::Tensor& gradient(const Row& row) const;
-  bool is_materialized(const Row& row) const { return row.model.defined() && materialized_; }
-  const at::Tensor& scale() const { return scale_; }  // of pending gradients
+  // ... where somebody may have dropped it unseen.
+  const at::Tensor& settled(Row& row);
+  // Whether some gradient of a master came from outside a pass, or since it ended.
+  bool has_new();
+  const at::Tensor& scale() const { return scale_; }  // of gradients in kScaled
   // Since the last step there was a pass.
-  bool may_be_pending() const { return phase_ != Phase::kIdle; }
+  bool had_pass() const { return had_pass_; }
+  // Its verdict is left to the next one.
+  bool is_delayed() const { return delayed_; }
   // Somebody edited what earlier passes left beside a master, which no inspection has seen.
   bool has_edited_sums() const { return edited_sums_; }
   // A step is over. `stepped`: the rows that have a gradient were, by an update of ours.
   void spend(bool stepped);
 
  private:
-  enum class Phase {
-    kIdle,      // gradients are as autograd or a user left them
-    kBackward,  // a pass of scale_loss runs; what came before it is stashed
-    kPending,   // it ended
-    kDelayed,   // it ended without an inspection: the next pass begins with it, or the step
-  };
-
+  const at::Tensor& checked(Row& row);
+  void add_up(bool begins, bool all);
+  void restore(Row& row);
   void go_idle();
 
   ParamTable& table_;
   Inspector& inspector_;
   at::Tensor scale_;
-  Phase phase_ = Phase::kIdle;
-  bool materialized_ = false;      // masters have their gradients
-  bool includes_delayed_ = false;  // the running pass: its overflow may be the delayed one's
-  bool knows_earlier_ = true;      // every gradient that the running pass found was inspected
+  bool any_scaled_ = false;  // some row may be
+  bool had_pass_ = false;
+  bool stepped_ = false;  // nothing has come since the last step
+  bool delayed_ = false;
+  bool knows_earlier_ = true;  // every gradient that the running pass found was inspected
   bool edited_sums_ = false;
 };
 

@@ -124,30 +124,17 @@ struct InFloat<original, slow> {
   }
 };
 
-// Silences torch's note that a kernel is being replaced, and leaves its once-per-process state
-// alone, so that other libraries still get theirs.
-class Unwarned : c10::WarningHandler {
- public:
-  void process(const c10::Warning&) override {}
-
- private:
-  c10::WarningUtils::WarnAlways not_just_once_;
-  c10::WarningUtils::WarningHandlerGuard handler_{this};
-};
-
 // The registrations. A kernel is a type here, not an object with a pointer: a thread that computes
 // while torch's table changes finds one kernel or the other.
 struct Kernels {
   const bool every;
   torch::Library cpu = MAKE_TORCH_LIBRARY_IMPL(aten, CPU);
-  torch::Library autocast = MAKE_TORCH_LIBRARY_IMPL(aten, AutocastCPU);
 
   explicit Kernels(bool every_type) : every(every_type) {
     // Convolutions (all come to _convolution) have one kernel for all backends and none for the
     // CPU: these replace nothing.
     add<small_convolution_backward, convolution_backward_slow>("convolution_backward");
     add<small_convolution, products_slow>("_convolution");
-    add_half_lstm(autocast);
 
     Unwarned these_replace_kernels;
     add<at::cpu::amax, any_half_slow>("amax");

@@ -5,7 +5,7 @@
 
 namespace ampfuse {
 
-// Whether the kernels of half_ops.cpp, half_conv.cpp and half_lstm.cpp stand in for torch's.
+// Whether the kernels of half_ops.cpp and half_conv.cpp stand in for torch's.
 bool half_ops();
 
 // Registers them with torch, for the process; or takes them back, and torch's dispatch tables are
@@ -13,7 +13,20 @@ bool half_ops();
 // every kernel). One call at a time: Python's lock sees to it.
 void set_half_ops(bool on, bool every = false);
 
-// Adds the kernel of half_lstm.cpp.
-void add_half_lstm(torch::Library& autocast);
+// Whether autocast has the rules of half_rules.cpp on the CPU; registers them, or takes them
+// back.
+bool autocast_rules();
+void set_autocast_rules(bool on);
+
+// Silences torch's note that a kernel is being replaced, and leaves its once-per-process state
+// alone, so that other libraries still get theirs.
+class Unwarned : c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override {}
+
+ private:
+  c10::WarningUtils::WarnAlways not_just_once_;
+  c10::WarningUtils::WarningHandlerGuard handler_{this};
+};
 
 }  // namespace ampfuse

@@ -47,7 +47,9 @@ at::Tensor Inspector::state_field(const std::string& name) const {
   return state_.slice(0, offset, offset + size).view(field->second.dtype).squeeze(0);
 }
 
-bool Inspector::needs_row_norms() const { return table_.needs_grad_norms() || table_.is_layerwise; }
+bool Inspector::needs_row_norms() const {
+  return table_.needs_grad_norms() || table_.is_layerwise();
+}
 
 float* Inspector::row_norms(Column column) {
   const int64_t rows = table_.row_count();
@@ -99,8 +101,9 @@ void Inspector::share(bool found, at::Tensor norms, int64_t largest_column) {
   if (norms.defined()) {
     const at::Tensor bytes = norms.view(-1).view(at::kByte);
     // Each rank's part begins where a step state may.
-    const int64_t odd = bytes.numel() % int64_t(alignof(StepState));
-    mine = at::cat({state_, bytes, state_.slice(0, 0, odd)});
+    constexpr int64_t kAlign = alignof(StepState);
+    const int64_t padding = (kAlign - bytes.numel() % kAlign) % kAlign;
+    mine = at::cat({state_, bytes, state_.slice(0, 0, padding)});
     findings.stride = mine.numel();
     findings.norms = norms.data_ptr<float>();
     findings.values = norms.numel();

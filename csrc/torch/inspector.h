@@ -34,6 +34,7 @@ class Inspector {
   void set_gather(Gather gather, const std::optional<at::Tensor>& counted_elsewhere);
   bool is_shared() const { return bool(gather_); }
   StepState* state() const { return static_cast<StepState*>(state_.data_ptr()); }
+  const at::Tensor& state_bytes() const { return state_; }
   at::Tensor state_field(const std::string& name) const;
   // The algorithm or LARC needs the norm of each row.
   bool needs_row_norms() const;

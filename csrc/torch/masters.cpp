@@ -24,6 +24,7 @@ void Masters::map(MapOp op, const std::vector<int64_t>& chosen) {
   Table table(std::move(numel));
   for (size_t i = 0; i < chosen.size(); ++i) {
     const Row& row = rows[chosen[i]];
+    table_.follow_layout(chosen[i]);
     TORCH_CHECK(
         is_laid_out_as(row.model, row.param) && row.model.device() == table_.device &&
             row.param.device() == table_.device && row.param.numel() == row.numel &&

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty_like.h>
 
+#include "torch_backend.h"
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -33,6 +35,13 @@ at::Tensor empty_laid_out_as(const at::Tensor& like, at::ScalarType dtype) {
   if (tensor.is_cpu() && tensor.nbytes() >= kLarge)
     ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes());
   return tensor;
+}
+
+void lay_out_as(const at::Tensor& like, const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.device() != like.device() || tensor.sizes() != like.sizes() ||
+      !is_dense(like) || is_laid_out_as(tensor, like))
+    return;
+  tensor.set_data(empty_laid_out_as(like, tensor.scalar_type()).copy_(tensor.detach()));
 }
 
 }  // namespace ampfuse

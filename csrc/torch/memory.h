@@ -12,4 +12,8 @@ namespace ampfuse {
 // prefetchers at each page's end (10 % of a large AdamW step on an AVX-512 server).
 at::Tensor empty_laid_out_as(const at::Tensor& like, at::ScalarType dtype = at::kFloat);
 
+// `tensor` keeps its values and gets the layout of `like`, which has its shape: the same tensor in
+// other memory. Nothing happens where it has that, or another shape or device.
+void lay_out_as(const at::Tensor& like, const at::Tensor& tensor);
+
 }  // namespace ampfuse

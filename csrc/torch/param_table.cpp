@@ -6,9 +6,12 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <map>
+#include <utility>
 
+#include "memory.h"
 #include "schema.h"
 #include "shards.h"
 #include "torch_backend.h"
@@ -46,6 +49,7 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
                 "the optimizer.");
   }
   if (model) {
+    if (!whole) lay_out_as(*model, param);
     TORCH_CHECK(is_laid_out_as(*model, param), row.name,
                 ": master and model weight differ, in shapes ", param.sizes(), " and ",
                 model->sizes(), " or in strides ", param.strides(), " and ", model->strides());
@@ -69,10 +73,22 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
   }
   if (std::find(algorithms_.begin(), algorithms_.end(), row.algorithm) == algorithms_.end())
     algorithms_.push_back(row.algorithm);
+  // As a table before this one may have left it.
+  if (row.model.defined() && row.param.grad().defined()) {
+    row.grad_state = Grad::kShown;
+    if (!row.model.grad().defined()) row.model.mutable_grad() = row.param.grad();
+  }
+  for (const at::Tensor& tensor : {row.param, row.leaf()})
+    row_of_[tensor.unsafeGetTensorImpl()] = rows_.size();
   rows_.push_back(std::move(row));
   core_.reset();
   ++changes;
   return row_count() - 1;
+}
+
+Row* ParamTable::row_of(const at::Tensor& param) {
+  const auto found = row_of_.find(param.unsafeGetTensorImpl());
+  return found == row_of_.end() ? nullptr : &rows_[found->second];
 }
 
 // A column that grows with the rows.
@@ -127,6 +143,7 @@ void ParamTable::set_states(int64_t index, const std::optional<States>& states,
                 ", one for each ", stored.block, " elements");
   }
   if (average) {
+    lay_out_as(row.param, *average);
     check(*average, "the average");
     TORCH_CHECK_TYPE(average->scalar_type() == at::kFloat, "the average of ", row.name, " is ",
                      average->scalar_type(), "; it has to be float32");
@@ -174,8 +191,11 @@ void ParamTable::set_hyper(int64_t begin, int64_t end, const std::optional<at::T
     read.push_back(number);
   }
   core().set_hyper(begin, end, hyper);
-  for (int64_t i = begin; i < end; ++i) rows_[i].hyper_tensors = read;
-  is_layerwise = is_layerwise || hyper.flags & kLayerwise;
+  for (int64_t i = begin; i < end; ++i) {
+    rows_[i].hyper_tensors = read;
+    layerwise_rows_ -= std::exchange(rows_[i].is_layerwise, hyper.flags & kLayerwise);
+    layerwise_rows_ += rows_[i].is_layerwise;
+  }
 }
 
 Table& ParamTable::core() {
@@ -220,17 +240,33 @@ void ParamTable::set(int list, int64_t row, const at::Tensor& tensor) {
   }
 }
 
-// `param.data = other`, module.to() and the like give a tensor other memory while it stays the same
-// tensor.
-void ParamTable::follow_storage(int64_t index) {
-  Row& row = rows_[index];
-  const void* found[Row::kPlaces] = {row.leaf().data_ptr(), base_of(row.param),
-                                     base_of(row.average)};
+void ParamTable::follow_layout(int64_t index) {
+  const Row& row = rows_[index];
+  if (row.whole.defined()) return;
+  for (const at::Tensor* tensor : {&row.param, &row.average, &row.accumulated})
+    lay_out_as(row.leaf(), *tensor);
+  // Blocks of codes are of neighbours in memory.
+  for (const at::Tensor& state : row.states) {
+    if (row.storage->block == 0) lay_out_as(row.leaf(), state);
+  }
+}
+
+static std::array<const void*, Row::kPlaces> places_of(const Row& row) {
+  std::array<const void*, Row::kPlaces> found = {row.leaf().data_ptr(), base_of(row.param),
+                                                 base_of(row.average)};
   for (int state = 0; state < kMaxStates; ++state) {
     found[3 + state] = base_of(row.states[state]);
     found[3 + kMaxStates + state] = base_of(row.scales[state]);
   }
-  if (std::equal(std::begin(found), std::end(found), row.memory)) return;
+  return found;
+}
+
+// `param.data = other`, module.to() and the like give a tensor other memory while it stays the same
+// tensor.
+void ParamTable::follow_storage(int64_t index) {
+  Row& row = rows_[index];
+  if (places_of(row) == row.memory) return;
+  follow_layout(index);
   const auto fits_param = [&](const at::Tensor& tensor) {
     return !tensor.defined() || (tensor.device() == device && is_laid_out_as(tensor, row.param));
   };
@@ -244,8 +280,8 @@ void ParamTable::follow_storage(int64_t index) {
   for (int state = 0; state < kMaxStates; ++state) {
     const at::Tensor &values = row.states[state], &scales = row.scales[state];
     TORCH_CHECK(fits_param(values), row.name,
-                " changed its strides after the optimizer's first step; its state is laid out as "
-                "it was before");
+                " changed its strides after the optimizer's first step, and states in blocks are "
+                "laid out as it was before; do that before building the optimizer");
     TORCH_CHECK(
         (!values.defined() || values.scalar_type() == scalar_type_of(row.storage->signed_type)) &&
             (!scales.defined() ||
@@ -258,7 +294,7 @@ void ParamTable::follow_storage(int64_t index) {
   }
   set(kAverage, index, row.average);
   row.is_contiguous = row.param.is_contiguous();
-  std::copy(std::begin(found), std::end(found), row.memory);
+  row.memory = places_of(row);
 }
 
 void ParamTable::set_gradient(int64_t row, const at::Tensor& grad, bool scaled,

@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "core/backend.h"
@@ -22,8 +23,7 @@ class ParamTable {
  public:
   const Algorithm algorithm;  // of rows that have none of their own
   const at::Device device;
-  bool is_layerwise = false;  // some row is stepped as in LARC
-  bool has_shards = false;    // some row is the local shard of a DTensor
+  bool has_shards = false;  // some row is the local shard of a DTensor
   // Counts what may put other tensors into rows: of what a step found, the core has addresses
   // alone.
   int64_t changes = 0;
@@ -49,8 +49,11 @@ class ParamTable {
 
   std::vector<Row>& rows() { return rows_; }
   const std::vector<Algorithm>& algorithms() const { return algorithms_; }  // that rows have
+  bool is_layerwise() const { return layerwise_rows_ > 0; }  // some row is stepped as in LARC
   // The step of some row needs the norm of its gradient.
   bool needs_grad_norms() const;
+  // Whose model weight or else parameter `param` is, or whose master; null: of none.
+  Row* row_of(const at::Tensor& param);
   int64_t row_count() const { return int64_t(rows_.size()); }
   Table& core();
   // The core's gradient lists of a row; `out` receives the sum.
@@ -58,6 +61,8 @@ class ParamTable {
                     const at::Tensor& out);
   void set_unscaled(int64_t row, const at::Tensor& grad) { set(kUnscaled, row, grad); }
   void follow_storage(int64_t row);
+  // What belongs to a whole parameter is laid out as that, which model.to(memory_format=...) moved.
+  void follow_layout(int64_t row);
 
  private:
   DType type_in(int list, int64_t row, const at::Tensor& tensor) const;
@@ -65,8 +70,10 @@ class ParamTable {
 
   Containers containers_;
   std::vector<Row> rows_;
+  std::unordered_map<const c10::TensorImpl*, size_t> row_of_;
   std::vector<Algorithm> algorithms_;
   std::unique_ptr<Table> core_;
+  int64_t layerwise_rows_ = 0;
   at::Tensor steps_, norm_averages_;
 };
 

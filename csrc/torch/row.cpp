@@ -54,6 +54,7 @@ void prefetch_versions(const std::vector<Row>& rows, int64_t i) {
 }
 
 const at::Tensor& Row::checked(const at::Tensor& grad, at::Device device) {
+  copied_grad.reset();  // which an earlier call may have left
   const char* what = "the gradient of ";
   TORCH_CHECK(grad.layout() == at::kStrided, what, name,
               " is sparse, and ampfuse takes dense gradients: build the layer with sparse=False.");

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,31 +16,28 @@
 
 namespace ampfuse {
 
-// Tells whether a gradient is still the tensor that we last saw. The weak reference keeps a freed
-// gradient's successor from looking like it.
-struct Identity {
+// What a row's gradient is; gradient_ledger.h has what changes it.
+enum class Grad : uint8_t {
+  kTrue,     // leaf.grad is what autograd, or somebody, left there: no loss scale of ours is in it
+  kShown,    // leaf.grad and, in FP32, the master's are one tensor, in true values
+  kScaled,   // leaf.grad carries the ledger's scale; `accumulated` has what came before it
+  kStashed,  // a pass runs: leaf.grad is of that pass alone, `accumulated` what came before it
+  kUsed,     // of a row with a master: as a step has left it. The next pass drops it
+  kUsedScaled,  // ... where it carries the scale
+};
+
+// Tells whether a gradient is still the tensor that we last saw, and holds what it held. The weak
+// reference keeps a freed gradient's successor from looking like it.
+struct Contents {
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> impl;
+  int64_t version = -1;
   void remember(const at::Tensor& grad) {
     if (!is_same_tensor(grad)) impl.emplace(grad.getIntrusivePtr());  // counting costs 10 ns
+    version = version_of(grad);
   }
   void forget() { impl.reset(); }
   bool is_same_tensor(const at::Tensor& grad) const {
     return impl && grad.defined() && impl->_unsafe_get_target() == grad.unsafeGetTensorImpl();
-  }
-  // ... or what DistributedDataParallel put in its place: after the first pass it makes new buckets
-  // and moves the gradients that are views of the old ones.
-  bool is_or_was(const at::Tensor& grad) const {
-    return is_same_tensor(grad) ||
-           (impl && grad.defined() && grad.has_storage() && grad.storage().use_count() > 1);
-  }
-};
-
-// ... and holds what it held.
-struct Contents : Identity {
-  int64_t version = -1;
-  void remember(const at::Tensor& grad) {
-    Identity::remember(grad);
-    version = version_of(grad);
   }
   bool is_unchanged(const at::Tensor& grad) const {
     return is_same_tensor(grad) && version == version_of(grad);
@@ -65,18 +63,23 @@ struct Row {
   const void* model_data = nullptr;
   // Where leaf, param, average, states and scales were: ParamTable::follow_storage().
   static constexpr size_t kPlaces = 3 + 2 * kMaxStates;
-  const void* memory[kPlaces] = {};
+  std::array<const void*, kPlaces> memory = {};
   bool has_states = false;
   bool has_grad = false;  // the current pass reads one
+  Grad grad_state = Grad::kTrue;
   bool is_contiguous = false;
   bool is_split = false;
+  bool is_layerwise = false;        // stepped as in LARC
   bool rounds_at_random = false;    // the parameter, in BF16
   bool unscales = false;            // the update of this step unscales the gradient in place
   int64_t origin = 0;               // where the shard begins among the elements of the whole
   const void* localized = nullptr;  // the gradient's local shard, as LocalGradients found it
-  Identity pending, spent;
   Contents inspected;
 
+  bool carries_scale() const {
+    return grad_state == Grad::kScaled || grad_state == Grad::kUsedScaled;
+  }
+  bool is_used() const { return grad_state == Grad::kUsed || grad_state == Grad::kUsedScaled; }
   // By somebody else, since the master last matched it. A split master has followed by itself.
   bool was_edited() const {
     return model.defined() && !is_split &&

@@ -18,7 +18,7 @@ std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Te
   std::vector<Row>& rows = table_.rows();
   if (table_.has_shards) borrow_local_gradients(rows);
   const at::Tensor none;
-  bool any_pending = false;
+  bool any_scaled = false;
   unchanged_ = !ledger_.has_edited_sums();
   edited_.clear();
   std::vector<int64_t> stateless;
@@ -29,31 +29,31 @@ std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Te
     Row& row = rows[i];
     table_.follow_storage(i);
     if (row.was_edited()) edited_.push_back(i);
-    const at::Tensor& grad = ledger_.gradient(row);
+    const at::Tensor& grad = ledger_.settled(row);
     row.has_grad = grad.defined();
-    TORCH_CHECK(row.model.defined() || !row.accumulated.defined(),
+    TORCH_CHECK(row.grad_state != Grad::kStashed,
                 "step() inside a backward pass of scale_loss; call "
                 "it after the context has ended");
-    bool scaled = scale && !ledger_.is_materialized(row);
+    const bool of_pass = row.has_grad && row.carries_scale();
+    any_scaled |= of_pass;
     const at::Tensor& used = row.has_grad ? row.checked(grad, table_.device) : none;
     row.unscales =
-        unscales && scaled && row.has_grad && (unscales_half || used.scalar_type() == at::kFloat);
-    if (row.has_grad && row.pending.is_or_was(grad)) scaled = any_pending = true;
-    table_.set_gradient(i, used, scaled, row.accumulated, none);
+        unscales && scale && row.has_grad && (unscales_half || used.scalar_type() == at::kFloat);
+    table_.set_gradient(i, used, scale || of_pass, row.accumulated, none);
     table_.set_unscaled(i, row.unscales ? used : none);
-    if (row.has_grad && !row.inspected.is_unchanged(grad)) unchanged_ = false;
+    if (row.has_grad ? !row.inspected.is_unchanged(grad) : row.inspected.impl.has_value())
+      unchanged_ = false;
     const bool has_gradient = row.has_grad || row.accumulated.defined();
     if (has_gradient && row.algorithm != Algorithm::of<NoOp>() && !row.has_states)
       stateless.push_back(i);
     if (has_gradient && info(row.algorithm).scratch >= 0) staged_.push_back(i);
   }
-  TORCH_CHECK(!(any_pending && scale),
+  TORCH_CHECK(!(scale && (any_scaled || ledger_.had_pass())),
               "these gradients carry the loss scale of amp.scale_loss and a GradScaler's as "
               "well; use one of the two");
   // After scale_loss the step belongs to its scale, also where every gradient is unscaled by now.
   collected_at_ = table_.changes;
-  const bool pending = any_pending || (ledger_.may_be_pending() && !scale);
-  scale_ = pending ? ledger_.scale() : scale.value_or(none);
+  scale_ = any_scaled || ledger_.had_pass() ? ledger_.scale() : scale.value_or(none);
   return stateless;
 }
 
@@ -95,7 +95,8 @@ void StepPlan::decide(const std::optional<at::Tensor>& found_inf, double max_nor
   decision.loss_scale = float_pointer(scale_, "scale", table_.device);
   decision.found_inf = float_pointer(found_inf, "found_inf", table_.device);
   decision.max_norm = max_norm;
-  decision.norm_known = inspects || (inspector_.knows_norm && unchanged_);
+  decision.norm_known = knew_norm = inspects || (inspector_.knows_norm && unchanged_);
+  TORCH_INTERNAL_ASSERT(decision.norm_known || !(max_norm > 0));
   decision.skip_nonfinite = skip_nonfinite;
   RowColumns& columns = preparation.columns;
   columns.steps = table_.steps().data_ptr<float>();
@@ -105,7 +106,7 @@ void StepPlan::decide(const std::optional<at::Tensor>& found_inf, double max_nor
   }
   if (table_.needs_grad_norms()) columns.norm_averages = table_.norm_averages().data_ptr<float>();
   float* const param_norms =
-      table_.is_layerwise ? inspector_.row_norms(Inspector::kParamNorm) : nullptr;
+      table_.is_layerwise() ? inspector_.row_norms(Inspector::kParamNorm) : nullptr;
   columns.param_norms = param_norms;
   Table& rows = table_.core();
   const DeviceScope scope(table_.device);
@@ -147,14 +148,22 @@ Meter StepPlan::meter_of(const std::vector<at::Tensor>& buffers) {
   return meter;
 }
 
-void StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
+bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
                       bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter,
                       const std::optional<Between>& between) {
-  if (table_.rows().empty()) return;
+  if (table_.rows().empty()) return false;
   check_collected();
   const Meter metered = meter ? meter_of(*meter) : Meter();
   Masters(table_).refresh(edited_);
+  // What is undone if `between` throws: the decision, and counts. First stages change nothing else.
+  at::Tensor decided, counts;
+  if (between) {
+    decided = inspector_.state_bytes().clone();
+    counts = table_.steps().clone();
+  }
+  const bool known = inspector_.knows_norm;
   decide(found_inf, max_norm, inspect, skip_nonfinite);
+  bool skipped = false;
   {
     Table& rows = table_.core();
     const StepState* state = inspector_.state();
@@ -183,13 +192,25 @@ void StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
       });
     };
     // The host sees a CPU's verdict; a device does that work for nothing where it skips.
-    const bool works = between && (table_.device.is_cuda() || state->skip == 0);
-    const std::function<void()> finish = works ? (*between)(staged_) : nullptr;
+    skipped = !table_.device.is_cuda() && state->skip != 0;
+    std::function<void()> finish;
+    if (between && !skipped) {
+      try {
+        finish = (*between)(staged_);
+      } catch (...) {
+        inspector_.state_bytes().copy_(decided);
+        table_.steps().copy_(counts);
+        inspector_.knows_norm = known;
+        collected_at_ = -1;
+        throw;
+      }
+    }
     update(false);
     if (finish) finish();
     update(true);
   }
   ledger_.spend(true);
+  return skipped;
 }
 
 void StepPlan::finish_step() { ledger_.spend(false); }

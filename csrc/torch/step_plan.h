@@ -16,9 +16,11 @@ namespace ampfuse {
 
 class StepPlan {
  public:
-  // Between the two stages of the rows that it is given: it begins to work on their scratch memory,
-  // and returns what ends that. In between other rows are updated.
+  // Between the two stages of the rows that it is given: it works on their scratch memory. Nothing
+  // has changed if it throws. What it returns ends that, after other rows are updated.
   using Between = std::function<std::function<void()>(const std::vector<int64_t>&)>;
+
+  bool knew_norm = false;  // the last step, of its gradients
 
   StepPlan(ParamTable& table, Inspector& inspector, GradientLedger& ledger)
       : table_(table), inspector_(inspector), ledger_(ledger) {}
@@ -33,7 +35,8 @@ class StepPlan {
   // bits of changed weights, uint8 [chunks, kChunk / 8], which mean something in rows that are
   // stepped. See core/meter.h.
   std::vector<at::Tensor> new_meter(bool changed);
-  void update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
+  // Whether the host knows that it skipped: of a CPU.
+  bool update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
               bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter,
               const std::optional<Between>& between);
   void finish_step();

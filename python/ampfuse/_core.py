@@ -38,20 +38,20 @@ def check_torch(built_for: Sequence[str], running: str) -> None:
         )
 
 
-def check_driver(built: int, driver: int) -> None:
-    """Warn if kernels with the CUDA runtime `built` do not run on a GPU's driver for `driver`.
+def driver_problem(built: int, driver: int) -> str | None:
+    """Why kernels with the CUDA runtime `built` do not run on a GPU's driver for `driver`, or None.
 
     Both as 13020 for 13.2; 0: there are none. A driver runs what was built for its major version or
     an earlier one.
     """
-    if 0 < driver // 1000 < built // 1000:
-        warnings.warn(
-            f"ampfuse's CUDA kernels were compiled by CUDA {built // 1000}, and this GPU's driver "
-            f"is for CUDA {driver // 1000}.{driver % 1000 // 10}: optimizers on the GPU will fail. "
-            "Update the driver (CUDA 13: 580 or later), or compile ampfuse by an older nvcc: "
-            f"CUDACXX=<nvcc> {_BUILD} ampfuse",
-            stacklevel=3,
-        )
+    if not 0 < driver // 1000 < built // 1000:
+        return None
+    return (
+        f"ampfuse's CUDA kernels were compiled by CUDA {built // 1000}, and this GPU's driver "
+        f"is for CUDA {driver // 1000}.{driver % 1000 // 10}: optimizers on the GPU will fail. "
+        "Update the driver (CUDA 13: 580 or later), or compile ampfuse by an older nvcc: "
+        f"CUDACXX=<nvcc> {_BUILD} ampfuse"
+    )
 
 
 # Checked before the extension is loaded: loading it into another torch may fail with an undefined
@@ -75,9 +75,9 @@ except ImportError as error:
         "folder that it came from"
     ) from error
 
-if torch.version.cuda is not None:
-    check_driver(*C.cuda_versions())
+if torch.version.cuda is not None and (_problem := driver_problem(*C.cuda_versions())):
+    warnings.warn(_problem, stacklevel=2)
 
 EXTENSION = C  # itself, also where tests have put another in its place
 
-__all__ = ["EXTENSION", "C", "build_info", "check_driver", "check_torch", "release_of"]
+__all__ = ["EXTENSION", "C", "build_info", "check_torch", "driver_problem", "release_of"]

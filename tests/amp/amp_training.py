@@ -28,12 +28,14 @@ class Training:
 
     def __init__(self, make, level=None, seed=0, **options):
         torch.manual_seed(seed)
-        layers = nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 2)
-        self.model = nn.Sequential(*layers)
+        self.model = nn.Sequential(*self.layers())
         self.optimizer = make(self.model.parameters())
         self.level = None
         if level is not None:
             self.initialize(level, **options)
+
+    def layers(self):
+        return nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 2)
 
     def initialize(self, level, **options):
         self.level = level

@@ -4,8 +4,11 @@ import collections
 import copy
 import dataclasses
 import functools
+import io
+import math
 import pickle
 import types
+import warnings
 
 import pytest
 import torch
@@ -18,7 +21,6 @@ from torch.utils._pytree import tree_flatten
 
 from amp_training import backward
 from ampfuse import amp, trees
-from ampfuse.amp.float32_output import Float32Output
 from cases import LEVELS, bf16, f16, f32, f64, through_a_file
 
 levels = pytest.mark.parametrize("level", LEVELS)
@@ -64,7 +66,35 @@ def images(dtype=f32):
     return torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
+def warnings_of(run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [(str(warning.message), warning.filename) for warning in caught]
+
+
 # --- weights --------------------------------------------------------------------------------
+
+
+# A weight's value, and whether O2 and O3 make inf of it.
+@pytest.mark.parametrize(
+    ("value", "lost"), [(65504.0, False), (65520.0, True), (-1e5, True), (-math.inf, False)]
+)
+@pytest.mark.parametrize(("level", "can_lose"), [("O2", 1), ("O3", 2), ("O1", 0), ("O5", 0)])
+def test_weights_beyond_the_range_are_told(level, can_lose, value, lost):
+    model = Net()
+    with torch.no_grad():
+        for parameter in (model.fc.weight, model.bn.weight):
+            parameter.view(-1)[1] = value
+    found = warnings_of(lambda: amp.initialize(model, opt_level=level, verbosity=0))
+    assert model.fc.weight.isinf().any() == (value == -math.inf or (lost and can_lose > 0))
+    if not (lost and can_lose):
+        assert not found
+        return
+    ((message, file),) = found
+    names = ["bn.weight", "fc.weight"][-can_lose:]
+    assert ", ".join(f"{name!r} ({abs(value):g})" for name in names) + ". Use O5" in message
+    assert file == __file__
 
 
 @levels
@@ -284,7 +314,7 @@ def test_inside_a_region_of_autocast_outputs_are_plain():
         assert type(out) is torch.Tensor
         assert F.mse_loss(out, torch.zeros(1, 2)).dtype == f32
     outer = amp.initialize(nn.Sequential(model), opt_level="O4", verbosity=0)
-    assert type(outer(torch.ones(1, 2))) is Float32Output
+    assert outer(torch.ones(1, 2)).dtype == f32
 
 
 # --- outside forward ------------------------------------------------------------------------
@@ -569,7 +599,7 @@ def test_a_model_with_its_own_reduce_pickles():
     model = amp.initialize(WithReduce(2, 3), opt_level="O1", verbosity=0)
     clone = pickle.loads(pickle.dumps(model))
     assert isinstance(clone, WithReduce)
-    assert type(clone(torch.ones(1, 2))) is Float32Output
+    assert clone(torch.ones(1, 2)).dtype == f32
 
 
 def test_a_new_instance_of_the_models_class_is_not_under_amp():
@@ -674,6 +704,35 @@ def test_state_dict_is_fp32_and_loads_back_with_the_same_bits(level):
     model.load_state_dict(state)
     assert all(map(torch.equal, before.parameters(), model.parameters()))
     assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_is_written_into_a_state_dict_and_lost_is_told(level):
+    """As by an average of a copy; not where it was loaded, or was a copy."""
+    model = net(level)
+    average = copy.deepcopy(model)
+
+    def write(into, of):
+        for mine, other in zip(into.values(), of.values(), strict=True):
+            if mine.is_floating_point():
+                mine.lerp_(other, 0.001)
+
+    def load():
+        state = average.state_dict()
+        write(state, model.state_dict())
+        average.load_state_dict(state)
+
+    def write_copies():
+        write(copy.deepcopy(average.state_dict()), model.state_dict())
+        torch.save(average.state_dict(), io.BytesIO())
+
+    for usual in (load, write_copies):
+        assert not warnings_of(lambda usual=usual: [usual(), usual()])
+    ((message, _), *_) = warnings_of(
+        lambda: [write(average.state_dict(), model.state_dict()) for _ in range(2)]
+    )
+    assert "state_dict() of this Conv2d is lost" in message
+    assert "ema_decay" in message
 
 
 def test_initializing_a_model_again_replaces_the_casts():

@@ -25,12 +25,18 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_training import backward
 from ampfuse import amp
+from ampfuse.amp import float32_output
 from ampfuse.amp.float32_output import Float32Output
 from cases import bf16, f16, f32
 
 HALF = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
 halves = pytest.mark.parametrize("level", HALF)
 CLASSES = 60
+
+
+@pytest.fixture(autouse=True)
+def no_output_is_too_small(monkeypatch):
+    monkeypatch.setattr(float32_output, "LEAST", 1)
 
 
 def initialized(level="O5", **options):
@@ -47,7 +53,6 @@ def plain(level="O5"):
 X, TARGET = torch.linspace(-1, 1, 24).view(4, 6), torch.tensor([0, 59, 7, 30])
 OTHER = torch.linspace(-1, 1, 240).view(4, CLASSES)
 SOFT = OTHER.softmax(1)
-COLUMNS, WEIGHTS = TARGET[:, None].repeat(1, 2), (SOFT[:2].t() + 1)
 
 
 def ce(y, target=TARGET):
@@ -107,8 +112,12 @@ def test_a_loss_reads_half_logits_after_a_look(level, mode, glance):
     check_reads_half_logits(level, loss)
 
 
+COLUMN = torch.stack([TARGET, TARGET], 1)[:, 0]
+WEIGHTS = torch.stack([SOFT[0], SOFT[1]], 1)[:, 0] + 1
 LOSSES = {
     "by name": lambda y: imported_by_name(y, TARGET),
+    "column": lambda y: F.cross_entropy(y, COLUMN, WEIGHTS),
+    "log_softmax, column": lambda y: F.nll_loss(y.log_softmax(1), COLUMN, WEIGHTS),
     "module": lambda y: nn.CrossEntropyLoss(label_smoothing=0.1)(y, TARGET),
     "weights": lambda y: F.cross_entropy(y, TARGET, SOFT[0] + 1, reduction="none").sum(),
     "log_softmax": lambda y: F.nll_loss(y.log_softmax(1), TARGET),
@@ -118,9 +127,6 @@ LOSSES = {
         F.log_softmax(y, -1), TARGET, ignore_index=7, reduction="none"
     ).sum(),
     "modules": lambda y: nn.NLLLoss(ignore_index=7)(nn.LogSoftmax(1)(y), TARGET),
-    "a column of targets": lambda y: F.cross_entropy(y, COLUMNS[:, 0]),
-    "log_softmax, a column": lambda y: F.nll_loss(y.log_softmax(1), COLUMNS[:, 0], WEIGHTS[:, 1]),
-    "strided weights": lambda y: F.cross_entropy(y, COLUMNS[:, 1], WEIGHTS[:, 0]),
 }
 
 
@@ -508,6 +514,7 @@ WHOLE = {
     )(x),
     "dynamic": lambda m, x: ce(torch.compile(m, backend="aot_eager", dynamic=True)(x)),
     "traced": lambda m, x: ce(torch.jit.trace(m, x, check_trace=False)(x)),
+    "exported": lambda m, x: torch.export.export(m, (x,)).module()(x).detach(),
     "read late": stale,
 }
 
@@ -744,8 +751,11 @@ def test_an_output_that_its_model_changes_later_is_an_error():
         output.sum()
 
 
-def test_it_has_fp32_memory_at_once_where_that_is_all():
+def test_it_has_fp32_memory_at_once_where_that_is_all(monkeypatch):
     model, _ = initialized()
+    with monkeypatch.context() as patched:
+        patched.setattr(float32_output, "LEAST", 1 << 15)
+        assert type(model(X)) is torch.Tensor
     with torch.no_grad():
         assert type(model(X)) is torch.Tensor
     with torch.inference_mode():

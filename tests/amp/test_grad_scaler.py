@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ampfuse
-from cases import LEVELS, bf16, f16, f32, f64, never_waiting
+from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
 
 inf, nan = math.inf, math.nan
 
@@ -441,6 +441,50 @@ def test_a_grad_scaler_drives_optimizers_that_went_through_initialize(level, kin
             reference.step()
     assert scaler.get_scale() == 512.0
     torch.testing.assert_close(model.weight.float(), expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("batch_norm", [True, False])  # of which torch's sees the gradients
+def test_torchs_is_refused_where_it_cannot_see_the_gradients(level, kind, unscale, batch_norm):
+    model = network().append(nn.BatchNorm1d(4) if batch_norm else nn.Identity())
+    optimizer = kind(model.parameters(), lr=1.0)
+    ampfuse.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before, scaler = copy.deepcopy(model.state_dict()), torchs(init_scale=4.0)
+    scaler.scale(model(torch.ones(2, 8)).square().sum()).backward()
+    if batch_norm:
+        before = copy.deepcopy(model.state_dict())
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"Write `with amp\.scale_loss\(loss, optimizer\)"):
+        scaler.step(optimizer)
+    assert_same(model.state_dict(), before)
+    assert all(state.get("step", 0) == 0 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("level", ["no level", "O1", "O4"])
+def test_torchs_steps_where_it_saw_no_gradient(level):
+    model = network()
+    optimizer = ampfuse.optim.SGD(model.parameters(), lr=1.0)
+    if level in LEVELS:
+        ampfuse.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before, scaler = copy.deepcopy(model.state_dict()), torchs()
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert_same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("what", ["step", "unscale_", "clip_grad_norm_"])
+@pytest.mark.parametrize(
+    "given", [nn.Linear(1, 1), [nn.Parameter(torch.ones(1))]], ids=["model", "list"]
+)
+def test_what_takes_the_optimizer_and_got_something_else(what, given):
+    scaler = ours()
+    scaler.scale(torch.ones(()))
+    arguments = (1.0,) if what == "clip_grad_norm_" else ()
+    with pytest.raises(TypeError, match=rf"optimizer, not .*: write scaler\.{what}\(optimizer"):
+        getattr(scaler, what)(given, *arguments)
 
 
 @pytest.mark.gpu

@@ -9,11 +9,19 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
 import amp_training
 from amp_training import ORDERS, TIMES, WITH_MASTERS, resume
 from ampfuse import amp, optim
-from cases import LEVELS, assert_same, f32, through_a_file
+from cases import CODED, KINDS, LEVELS, assert_same, f32, make, make_torch, through_a_file
+from foreign_optimizers import WRAPPERS, KeptInFloat32
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -174,3 +182,146 @@ def test_a_master_that_was_not_saved_starts_from_its_weight():
     state = optimizer.state_dict()["state"]
     assert torch.equal(state[0]["master_param"], saved["state"][0]["master_param"])
     assert torch.equal(state[1]["master_param"], params[1].float())
+
+
+# --- by torch.distributed.checkpoint --------------------------------------------------------------
+
+
+class Idle(nn.Module):
+    """Has a weight, and does not use it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+
+    def forward(self, x):
+        return x
+
+
+class Wide(amp_training.Training):
+    """One weight is large enough for codes, and one gets no gradient.
+
+    Of that torch's checkpoints cannot tell what another optimizer would keep.
+    """
+
+    def __init__(self, kind, level, mode, seed=0):
+        self.has_idle = kind not in GENERIC
+        options = dict(MODES_OF_DCP[mode])
+        masters = {key: options.pop(key) for key in ("master_weights",) if key in options}
+        super().__init__(partial(OF_DCP[kind], **options), seed=seed)
+        self.initialize(level, **masters)
+
+    def layers(self):
+        idle = [Idle()] * self.has_idle
+        return nn.Linear(6, 700), nn.Tanh(), nn.BatchNorm1d(700), *idle, nn.Linear(700, 2)
+
+    def save(self, folder, **options):
+        model, optimizer = get_state_dict(
+            self.model, self.optimizer, options=StateDictOptions(**options)
+        )
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=True)
+
+    def resume(self, folder, **options):
+        options = StateDictOptions(**options)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+        found = {"model": model, "optimizer": optimizer}
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
+        states = {"model_state_dict": found["model"], "optim_state_dict": found["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **states, options=options)
+
+
+OF_DCP = {
+    **{kind: partial(make, kind) for kind in KINDS},
+    **{f"torch {kind}": partial(make_torch, kind) for kind in ("sgd-dampening", "adagrad-all")},
+    "LARC": lambda params: optim.LARC(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+    "RMSprop": OPTIMIZERS["RMSprop"],
+    "FP32 state": KeptInFloat32,
+    "wrapper": WRAPPERS["Delegates of ours"],
+}
+GENERIC = ("RMSprop", "FP32 state", "wrapper")
+MODES_OF_DCP = {
+    "whole": {},
+    "split": {"master_weights": "split"},
+    **{name: {"state_dtype": name} for name in (*CODED, "bf16")},
+    "averages": {"ema_decay": 0.9},
+    "stochastic": {"rounding": "stochastic", "master_weights": False},
+}
+
+
+def has_mode(kind, level, mode):
+    if mode in CODED and kind in ("lamb", "novograd-decay"):
+        return False  # not theirs
+    if (kind, level) == ("RMSprop", "O3"):
+        return False  # its step overflows
+    if mode == "split" and level not in WITH_MASTERS:
+        return False
+    if mode == "stochastic" and level != "O5":
+        return False
+    of_ours = kind in KINDS
+    return mode == "whole" or (of_ours or (mode == "split" and kind not in GENERIC))
+
+
+RUNS_OF_DCP = [run for run in itertools.product(OF_DCP, LEVELS, MODES_OF_DCP) if has_mode(*run)]
+LOOKS = {
+    "fresh": lambda training: None,
+    "last_step": lambda training: getattr(training.optimizer, "last_step", None),
+    "refresh_masters": lambda training: training.optimizer.refresh_masters(),
+    "a step": lambda training: training.step(50),
+}
+
+
+@pytest.mark.covers(2)
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize(("kind", "level", "mode"), RUNS_OF_DCP)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_same_bits_by_torch_distributed_checkpoint(kind, level, mode, look, steps, tmp_path):
+    """Whoever looked at the optimizer before; and that it was saved changes nothing."""
+    alone = Wide(kind, level, mode).steps(range(steps + 3))
+    training = Wide(kind, level, mode)
+    training.steps(range(steps))
+    scale = copy.deepcopy(amp.state_dict())
+    training.save(tmp_path)
+    losses = training.steps(range(steps, steps + 3))
+    # Before its first step torch makes one with zeros, of an optimizer that keeps its own.
+    assert losses == alone[steps:] or (kind in GENERIC and steps == 0)
+    expected = training.state()
+    again = Wide(kind, level, mode, seed=1)
+    LOOKS[look](again)
+    again.resume(tmp_path)
+    amp.load_state_dict(scale)
+    assert again.steps(range(steps, steps + 3)) == losses
+    assert_same(again.state(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_momentum_whose_first_step_was_skipped_is_saved_as_that(tmp_path):
+    """By its count: a buffer of zeros that has begun would go another way."""
+    training = Wide("torch sgd-dampening", "O2", "whole")
+    training.step(0, math.inf)
+    scale = copy.deepcopy(amp.state_dict())
+    training.save(tmp_path)
+    losses = training.steps(range(1, 4))
+    again = Wide("torch sgd-dampening", "O2", "whole", seed=1)
+    again.resume(tmp_path)
+    amp.load_state_dict(scale)
+    assert again.steps(range(1, 4)) == losses
+
+
+@pytest.mark.parametrize("mode", ["whole", "split", *CODED])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_flat_states_resume_or_say_what_they_lack(level, mode, tmp_path):
+    """torch takes the names of what it loads from optimizer.state."""
+    if not has_mode("adamw", level, mode):
+        return
+    training = Wide("adamw", level, mode)
+    training.steps(range(2))
+    training.save(tmp_path, flatten_optimizer_state_dict=True)
+    again = Wide("adamw", level, mode, seed=1)
+    if (level, mode) == ("O1", "whole"):
+        again.resume(tmp_path, flatten_optimizer_state_dict=True)
+        assert_same(again.state()["optimizer"], training.state()["optimizer"])
+        return
+    with pytest.raises(ValueError, match=r"(is missing|has to be a tensor).*Nothing was"):
+        again.resume(tmp_path, flatten_optimizer_state_dict=True)

@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import functools
+import itertools
 import logging
 import math
+import re
 
 import pytest
 import torch
@@ -124,9 +126,49 @@ def test_disabled_changes_nothing():
 @pytest.mark.parametrize("enabled", [True, "False"])
 def test_swapped_arguments_of_scale_loss(enabled):
     _, optimizer = make("O1", enabled=enabled)
-    message = r"swapped: .* amp.scale_loss\(loss, optimizer\)"
+    message = r"takes the optimizer, not Tensor: write amp.scale_loss\(loss, optimizer\)"
     with pytest.raises(TypeError, match=message), amp.scale_loss(optimizer, torch.ones(())):
         pass
+
+
+# What somebody wrote, and the call that the message has.
+MISTAKEN = {
+    "clip": (
+        lambda m, o: amp.clip_grad_norm_(m.parameters(), 1.0),
+        "amp.clip_grad_norm_(optimizer",
+    ),
+    "masters": (lambda m, o: amp.master_params(m), "amp.master_params(optimizer)"),
+    "model": (lambda m, o: enter(torch.ones(()), m), "amp.scale_loss(loss, optimizer)"),
+    "layers": (lambda m, o: enter(torch.ones(()), nn.Sequential(m)), "amp.scale_loss(loss, opt"),
+    "parameters": (lambda m, o: enter(torch.ones(()), m.parameters()), "amp.scale_loss(loss, opt"),
+    "None": (lambda m, o: enter(torch.ones(()), None), "amp.scale_loss(loss, optimizer)"),
+}
+
+
+def enter(*arguments):
+    with amp.scale_loss(*arguments):
+        pass
+
+
+@pytest.mark.parametrize("case", MISTAKEN)
+def test_what_takes_the_optimizer_and_got_something_else(case):
+    mistake, call = MISTAKEN[case]
+    with pytest.raises(TypeError, match=f"takes the optimizer, not .*: write {re.escape(call)}"):
+        mistake(*make("O2"))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_scale_loss_without_with(enabled):
+    model, optimizer = make("O5", enabled=enabled)
+    block = amp.scale_loss(model(torch.ones(1)).sum(), optimizer)
+    with pytest.raises(
+        AttributeError, match=r"with amp.scale_loss\(loss, optimizer\) as scaled_loss"
+    ):
+        block.backward()
+    assert model.w.grad is None
+    with block as scaled:  # nothing had begun
+        scaled.backward()
+    assert gradient_of(optimizer) == 1
 
 
 class NotAnOptimizer:
@@ -150,10 +192,15 @@ def with_a_loose_parameter(model):
     return model, torch.optim.SGD([torch.ones(1, dtype=f64, requires_grad=True)], lr=0.1)
 
 
+CALL = r"The call is amp\.initialize\(model, optimizer, opt_level="
 REFUSED = {
     "no optimizer": (lambda m: (m, NotAnOptimizer()), TypeError, "optimizers must be"),
     "a generator": (lambda m: (m, (o for o in [sgd(m)])), TypeError, "optimizers .* generator"),
-    "in a list": (lambda m: (m, [sgd(m), NotAnOptimizer()]), TypeError, "holds a NotAnOptimizer"),
+    "in a list": (
+        lambda m: (m, [sgd(m), NotAnOptimizer()]),
+        TypeError,
+        "got NotAnOptimizer",
+    ),
     "models generated": (lambda m: ((x for x in [m]), sgd(m)), TypeError, "models .* generator"),
     "no model": (lambda m: (None, sgd(m)), TypeError, "models must be .* NoneType"),
     "DataParallel": (wrapped, RuntimeError, "wrapped in DataParallel already"),
@@ -164,6 +211,13 @@ REFUSED = {
     "half": (lambda m: (m.half(), sgd(m)), RuntimeError, r"'0\.weight' is float16.*O1"),
     "bfloat16": (lambda m: (m.bfloat16(), sgd(m)), RuntimeError, r"'0\.weight' is bfloat16.*O1"),
     "loose": (with_a_loose_parameter, TypeError, r"param_groups\[0\].*float64"),
+    "swapped": (lambda m: (sgd(m), m), TypeError, rf"models .* got SGD\. {CALL}"),
+    "a level": (lambda m: (m, "O5"), TypeError, f"optimizers .* got str. {CALL}"),
+    "parameters": (
+        lambda m: (m, [*m.parameters()]),
+        TypeError,
+        f"got Parameter. {CALL}",
+    ),
 }
 
 
@@ -198,7 +252,9 @@ WRONG = [
     ({"max_loss_scale": None}, ValueError, "max_loss_scale is None; it has to be at"),
     ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "max_loss_scale is 4.0"),
     ({"verbosity": "1"}, TypeError, "verbosity must be 0, 1 or 2, not '1'"),
-    ({"enabled": "no"}, ValueError, "^enabled is 'no'; it has to be True or False$"),
+    ({"enabled": "no"}, ValueError, "^enabled is 'no'; it has to be True or False"),
+    ({"enabled": "O5"}, ValueError, rf"^enabled is 'O5'; .*\. {CALL}"),
+    ({"enabled": bf16}, ValueError, rf"^enabled is torch.bfloat16; .*\. {CALL}"),
     ({"fuse": "yes"}, ValueError, "^fuse is 'yes'; it has to be True or False$"),
     ({"master_weights": "Split"}, ValueError, "^master_weights is .*True, False or 'split'"),
     *(
@@ -372,6 +428,162 @@ def test_gradients_are_zeroed_by_any_of_the_usual_ways(level, zero, loss_scale):
     assert weight(second) == 1.0 - 3 * 2.0**-4
 
 
+# --- what is read, set and dropped between backward and step ---------------------------------
+
+MASTERS = [(level, {}) for level in LEVELS]
+MASTERS += [(level, {"master_weights": "split"}) for level in ("O2", "O5")]
+
+
+def assign_back(p):
+    gradient, p.grad = p.grad, None
+    p.grad = gradient
+
+
+def assign_views(p):
+    flat = torch.full((8,), 0.125, dtype=p.dtype)
+    p.grad = flat[3:4].view_as(p)
+
+
+def edit_what_was_read(p):
+    gradient = p.grad
+    gradient.mul_(0.5)
+
+
+# What is done to a gradient of 0.25, and what it is then.
+CHANGES = {
+    "nothing": (lambda p: None, 0.25),
+    "read": (lambda p: p.grad, 0.25),
+    "assigned back": (assign_back, 0.25),
+    "in place": (lambda p: p.grad.mul_(0.5), 0.125),
+    "what was read": (edit_what_was_read, 0.125),
+    "product": (lambda p: setattr(p, "grad", p.grad * 0.5), 0.125),
+    "in the type of the weight": (lambda p: setattr(p, "grad", (p.grad * 0.5).to(p.dtype)), 0.125),
+    "unread": (lambda p: setattr(p, "grad", torch.full_like(p, 0.125).detach()), 0.125),
+    "a view": (assign_views, 0.125),
+    "dropped": (lambda p: setattr(p, "grad", None), 0.0),
+    "deleted": (lambda p: delattr(p, "grad"), 0.0),
+    "dropped and set": (lambda p: (delattr(p, "grad"), assign_views(p)), 0.125),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("level", "options"), MASTERS)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD])
+def test_what_is_set_is_what_the_step_uses(change, level, options, kind):
+    """Of the model's weight or of its master; a pass before it and one after it add up."""
+    if options and kind is torch.optim.ASGD:
+        return  # a step of its own knows no split masters
+    call, expected = CHANGES[change]
+    for case in itertools.product((False, True), repeat=3):
+        of_master, before, after = case
+        model = Scalar()
+        optimizer = kind(model.parameters(), lr=1.0)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0, **options)
+        if before:
+            backward(model, optimizer, 0.125)
+        backward(model, optimizer, 0.125 if before else 0.25)
+        param = next(amp.master_params(optimizer)) if of_master else model.w
+        call(param)
+        if after:
+            backward(model, optimizer, 0.5)
+        optimizer.step()
+        assert model.w.item() == pytest.approx(1 - expected - 0.5 * after, abs=1e-3), case
+
+
+@levels
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("then_a_pass", [False, True])
+def test_gradients_of_ones_own_after_a_step(level, views, then_a_pass):
+    """As of a flat buffer, which is no gradient that was seen before."""
+    model = nn.Linear(4, 4)
+    nn.init.zeros_(model.weight)
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    amp_training.backward(model(torch.ones(1, 4)).sum(), optimizer)
+    optimizer.step()
+    flat = torch.full((20,), 0.5, dtype=model.weight.dtype)
+    for p, part in zip(model.parameters(), flat.split([16, 4]), strict=True):
+        p.grad = part.view_as(p) if views else part.view_as(p).clone()
+    if then_a_pass:
+        amp_training.backward(model(torch.ones(1, 4)).sum(), optimizer)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), torch.full((4, 4), -2.5 if then_a_pass else -1.5))
+
+
+@levels
+@pytest.mark.parametrize("read", [False, True])
+def test_a_step_that_is_made_again_uses_the_same_gradients(level, read):
+    model, optimizer = make(level, loss_scale=8.0)
+    backward(model, optimizer, 0.25)
+    if read:
+        assert gradient_of(optimizer) == 0.25
+    for expected in (0.75, 0.5):
+        optimizer.step()
+        assert weight(optimizer) == expected
+    model.zero_grad(set_to_none=False)
+    backward(model, optimizer, 0.25)
+    optimizer.step()
+    assert weight(optimizer) == 0.25
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD])
+def test_gradients_survive_parameters_that_are_taken_out(level, kind):
+    """Rows are made anew then, and scaled gradients count as what they are."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    optimizer = kind([{"params": layer.parameters()} for layer in model], lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    amp_training.backward(model(torch.ones(1, 4)).float().sum() / 64, optimizer)
+    del optimizer.param_groups[0]
+    optimizer.step()
+    assert model[0].weight[0, 0].item() == 1.0
+    assert model[1].weight[0, 0].item() == pytest.approx(1 - 1 / 16, abs=5e-3)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD])
+def test_a_plain_backward_pass_gives_masters_gradients(level, kind):
+    for how in ("no pass", "dropped"):
+        model = Scalar()
+        optimizer = kind(model.parameters(), lr=1.0)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+        if how == "dropped":
+            backward(model, optimizer)
+            model.zero_grad()
+        (model(torch.ones(1)).float().sum() * 0.25).backward()
+        assert gradient_of(optimizer) == 0.25
+        optimizer.step()
+        assert weight(optimizer) == pytest.approx(0.75, abs=1e-3)
+
+
+def test_what_no_gradient_can_be_is_refused():
+    model, optimizer = make("O2")
+    backward(model, optimizer, 0.25)
+    for wrong in (torch.ones(2), torch.ones(2).half(), torch.ones(1, device="meta"), 1.0):
+        with pytest.raises((RuntimeError, TypeError), match="grad"):
+            model.w.grad = wrong
+    optimizer.step()
+    assert weight(optimizer) == 0.75
+
+
+@levels
+def test_what_no_step_takes_hinders_no_look_at_another(level):
+    models = [Scalar(), Scalar()]
+    optimizer = sgd(nn.ModuleList(models))
+    amp.initialize(models, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    loss = sum(model(torch.ones(1)).float().sum() for model in models) * 0.25
+    amp_training.backward(loss, optimizer)
+    models[0].w.grad = torch.ones(1, dtype=models[0].w.dtype).to_sparse()
+    assert models[1].w.grad.item() == 0.25
+    with pytest.raises(RuntimeError, match="is sparse"):
+        optimizer.step()
+    models[0].w.grad = None
+    optimizer.step()
+    assert [model.w.item() for model in models] == [1.0, 0.75]
+
+
 # --- overflow -------------------------------------------------------------------------------
 
 
@@ -392,11 +604,11 @@ def test_overflow_skips_the_step_and_halves_the_scale(level, bad):
 
 
 @levels
-def test_a_static_scale_never_skips(level):
+def test_a_static_scale_stays_after_an_overflow(level):
     model, optimizer = make(level, loss_scale=4.0)
     backward(model, optimizer, inf)
     optimizer.step()
-    assert not math.isfinite(weight(optimizer))
+    assert math.isfinite(weight(optimizer)) == (level in ("O4", "O5"))  # these skip
     assert scale(optimizer) == 4.0
     assert unskipped(optimizer) == 1
 
@@ -498,6 +710,59 @@ def test_a_body_that_raises_loses_nothing(level):
     assert weight(optimizer) == 0.5
 
 
+@pytest.mark.parametrize("where", ["begin", "end"])
+@pytest.mark.parametrize(("level", "options"), [("O1", {}), *MASTERS[2:3], *MASTERS[5:]])
+def test_a_gradient_that_no_step_takes_loses_no_other(level, options, where):
+    """The pass is taken in by none of the optimizers, and earlier ones are kept by all."""
+    models, optimizers = make_two(level, loss_scale=8.0, **options)
+    both = [*zip(models, optimizers, strict=True)]
+    for model, optimizer in both:
+        backward(model, optimizer, 0.25)
+    bad = torch.ones(1, dtype=models[1].w.dtype).to_sparse()
+    if where == "begin":
+        models[1].w.grad = bad
+    loss = sum(model(torch.ones(1)).float().sum() for model in models)
+    refused = pytest.raises(RuntimeError, match="is sparse")
+    with refused, amp.scale_loss(loss, optimizers) as scaled:
+        scaled.backward()
+        models[1].w.grad = bad
+    if where == "begin":
+        models[1].w.grad = torch.full_like(models[1].w, 0.25).detach()
+    for model, optimizer in both:
+        assert model.w.grad.float().item() == 0.25
+        backward(model, optimizer, 0.125)
+        optimizer.step()
+        assert weight(optimizer) == 1 - 0.375
+
+
+MISUSED = {
+    "of the loss": lambda loss, scaled: loss.backward(),
+    "of both": lambda loss, scaled: (scaled.backward(retain_graph=True), loss.backward()),
+    "by torch.autograd": lambda loss, scaled: torch.autograd.backward(scaled),
+    "several times": lambda loss, scaled: [scaled.backward(retain_graph=True) for _ in range(2)],
+    "with a graph": lambda loss, scaled: scaled.backward(create_graph=True),
+    "none": lambda loss, scaled: None,
+    "gradients alone": lambda loss, scaled: torch.autograd.grad(scaled, loss),
+}
+
+
+@pytest.mark.filterwarnings("error", "ignore:Using backward.. with create_graph=True")
+@levels
+@pytest.mark.parametrize("how", MISUSED)
+def test_a_backward_pass_of_another_loss_is_told_of(level, how):
+    model, optimizer = make(level, loss_scale=8.0)
+    loss = model(torch.ones(1)).float().sum()
+    block = amp.scale_loss(loss, optimizer)
+    scaled = block.__enter__()
+    MISUSED[how](loss, scaled)
+    said = pytest.warns(UserWarning, match="did not come from the scaled loss")
+    with said if how == "of the loss" else contextlib.nullcontext():
+        block.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="after its scale_loss block"):
+        (scaled * 1.0).backward()
+    optimizer.zero_grad()
+
+
 @levels
 def test_step_and_another_block_inside_the_block_are_errors(level):
     model, optimizer = make(level)
@@ -593,6 +858,19 @@ def test_clip_grad_norm_returns_the_unscaled_norm(level):
             assert amp.clip_grad_norm_(optimizer, 0.125).item() == pytest.approx(0.5, rel=1e-6)
         optimizer.step()
         assert weight(optimizer) == pytest.approx(expected, rel=1e-3)
+
+
+@levels
+def test_what_was_dropped_is_not_in_the_norm(level):
+    models = [Scalar(), Scalar()]
+    optimizer = sgd(nn.ModuleList(models))
+    amp.initialize(models, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    loss = sum(model(torch.ones(1)).float().sum() for model in models) * 0.25
+    amp_training.backward(loss, optimizer)
+    models[0].w.grad = None
+    assert amp.clip_grad_norm_(optimizer, 0.125).item() == pytest.approx(0.25, rel=1e-6)
+    optimizer.step()
+    assert [model.w.item() for model in models] == pytest.approx([1.0, 0.875], rel=1e-3)
 
 
 @pytest.mark.filterwarnings("error")

@@ -26,7 +26,7 @@ def training(optimizer=torch.optim.AdamW, level="O2", **options):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_stretch_of_skipped_steps(level, optimizer):
+def test_a_stretch_of_skipped_steps(level, optimizer, caplog):
     run = training(optimizer, level)
     run.step(0)
     before = run.masters()
@@ -40,9 +40,52 @@ def test_a_stretch_of_skipped_steps(level, optimizer):
     assert f"{STRETCH} steps in a row" in message
     assert "the last was in 0.weight" in message
     assert raised == [2 * STRETCH, 3 * STRETCH]
+    assert not caplog.messages
     assert all(map(torch.equal, run.masters(), before))
     run.step(0)  # it trains on
     assert not all(map(torch.equal, run.masters(), before))
+
+
+SKIPS = [  # where, options, whether a step with a NaN changes nothing; and with a step of its own
+    ("O0", {}, False, False),
+    ("O3", {}, False, False),
+    ("O2 static", {}, False, False),
+    *((level, {"skip_nonfinite": True}, True, True) for level in ("O0", "O3", "O4", "O5")),
+    *((level, {"max_grad_norm": 1.0}, True, None) for level in ("O0", "O3", "O4", "O5")),
+    ("O4", {}, True, True),
+    ("O5", {}, True, True),
+    ("O5 static", {}, True, True),
+    ("O4", {"skip_nonfinite": False}, False, False),
+    ("O5", {"skip_nonfinite": False}, False, False),
+    ("O2", {"skip_nonfinite": False}, True, True),
+]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+@pytest.mark.parametrize(("level", "options", "fused", "own_step"), SKIPS)
+def test_who_skips(kind, level, options, fused, own_step, caplog):
+    skips = fused if kind == "AdamW" else own_step
+    if skips is None:
+        pytest.skip("an option of fused optimizers")
+    level, _, static = level.partition(" ")
+    more = {"loss_scale": 8.0} if static else {}
+    run = Training(partial(getattr(torch.optim, kind), lr=0.1, eps=1e-4), level, **more)
+    for name, value in options.items():
+        setattr(run.optimizer, name, value)
+    run.step(0)
+    before, masters = run.weights(), run.masters()
+    for i in range(1, 6):
+        run.step(i, math.nan)
+    assert all(map(torch.equal, run.masters(), masters)) == skips
+    assert all(map(torch.equal, run.weights(), before)) == skips
+    assert all(each.isfinite().all() for each in run.weights()) == skips
+    run.step(0)
+    assert not all(map(torch.equal, run.masters(), masters))
+    lines = [message for message in caplog.messages if "changed nothing" in message]
+    counts = [1, 2, 4] if skips and level != "O2" else []
+    assert len(lines) == len(counts)
+    for line, count in zip(lines, counts, strict=True):
+        assert f"0.weight was not finite: {count} of {count + 1} so far" in line
 
 
 def test_single_good_steps_are_enough():

@@ -1,6 +1,7 @@
 """Optimizers that amp.initialize upgraded in place: fused ones, and any other with its own step."""
 
 import copy
+import gc
 import pickle
 from functools import partial
 from inspect import signature
@@ -13,7 +14,7 @@ from amp_training import WITH_MASTERS, Training, follows_plain_torch
 from ampfuse import amp, optim
 from ampfuse.optim.generic import GenericOptimizer
 from cases import LEVELS, assert_same_bits, f32, same_bits, snapshot
-from foreign_optimizers import Counting, KeptInFloat32
+from foreign_optimizers import Counting, KeptInFloat32, Lookahead
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -189,6 +190,81 @@ def test_add_param_group_takes_and_refuses_what_torch_does(level):
     assert all(p.dtype == f32 for p in named.param_groups[1]["params"])
 
 
+def added(optimizer, first, others):
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": others})
+    optimizer.add_param_group({"params": [first]})
+
+
+def assigned(optimizer, first, others):
+    optimizer.param_groups[0]["params"] = [first, *others]
+
+
+def refilled(optimizer, first, others):
+    params = optimizer.param_groups[0]["params"]
+    params.clear()
+    params.extend([*others, first])
+
+
+def replaced(optimizer, first, others):
+    (group,) = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": [first]}, {**group, "params": others}]
+
+
+@pytest.mark.covers(2)
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("masters", [None, "split"])
+@pytest.mark.parametrize("made", [added, assigned, refilled, replaced])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", SOME)
+def test_groups_of_the_model_s_parameters_keep_masters_and_states(
+    name, level, made, masters, steps
+):
+    options = {"master_weights": masters} if masters else {}
+    if masters and (level not in WITH_MASTERS or name not in ("SGD", "AdamW")):
+        return
+    as_before = Training(OPTIMIZERS[name], level, **options)
+    losses = as_before.steps(range(steps + 3))
+    training = Training(OPTIMIZERS[name], level, **options)
+    training.steps(range(steps))
+    first, *others = training.model.parameters()
+    made(training.optimizer, first, others)
+    assert training.steps(range(steps, steps + 3)) == losses[steps:]
+    assert all(map(same_bits, training.weights(), as_before.weights()))
+    assert len(training.optimizer.state_dict()["state"]) == 6
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_a_master_and_its_weight_are_one_key(level):
+    """For whoever goes from the model's parameters to the optimizer's, as torch's checkpoints."""
+    training = Training(OPTIMIZERS["AdamW"], level)
+    training.step(0)
+    names = {param: name for name, param in training.model.named_parameters()}
+    (group,) = training.optimizer.param_groups
+    assert [names[param] for param in group["params"]] == list(names.values())
+    for weight, master in zip(names, group["params"], strict=True):
+        assert training.optimizer.state[weight] is training.optimizer.state[master]
+        equal = weight == master
+        assert torch.equal(torch.as_tensor(equal), weight.detach().float() == master.detach())
+        assert type(equal & True) is torch.Tensor
+    other = copy.deepcopy(training.model[0].weight)
+    assert other not in names
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(other == training.model[0].weight)
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+@pytest.mark.parametrize("name", SOME)
+def test_an_optimizer_of_empty_groups_waits_for_parameters(name, level):
+    training = Training(lambda params: OPTIMIZERS[name]([{"params": []}]), level)
+    training.steps(range(2))
+    assert training.optimizer.state_dict()["state"] == {}
+    before = training.weights()
+    training.optimizer.add_param_group({"params": list(training.model.parameters())})
+    training.step(2)
+    assert not any(map(torch.equal, training.weights(), before))
+
+
 @pytest.mark.covers(2)
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
@@ -236,3 +312,146 @@ def test_the_way_to_initialize_again(level, cls):
     amp.load_state_dict(scale)
     assert training.steps(range(3, 6)) == twin.steps(range(3, 6))
     assert all(map(same_bits, training.weights(), twin.weights()))
+
+
+# --- memory formats -------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:O. casts inside")
+@pytest.mark.parametrize("when", range(3))
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+def test_a_memory_format_after_initialize(name, level, split, when):
+    """At once, between two passes, and after steps: the bits of the one that stays contiguous."""
+    if split and (level not in WITH_MASTERS or name == "RMSprop"):
+        pytest.skip("only half weights of fused optimizers are split")
+    found = []
+    for moved in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
+        optimizer = OPTIMIZERS[name](model.parameters())
+        more = {"master_weights": "split"} if split else {}
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **more)
+        if name != "RMSprop":
+            optimizer.ema_decay = 0.5
+        for step in range(4):
+            for part in range(2):
+                if moved and step == when and part == (step == 1):
+                    model.to(memory_format=torch.channels_last)
+                loss = sum(
+                    (p.float() * torch.arange(p.numel()).view(p.shape)).sum()
+                    for p in model.parameters()
+                )
+                with amp.scale_loss(loss * 2.0 ** -(step + part), optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last) == moved
+        found.append(snapshot(optimizer) | {"weight": model[0].weight.detach()})
+    assert_same_bits(*found)
+
+
+# --- optimizers that do not train the model -------------------------------------------------------
+
+
+def sgd(*modules, more=()):
+    return torch.optim.SGD([*(p for m in modules for p in m.parameters()), *more], lr=0.1)
+
+
+def changed(model, change):
+    """An optimizer made before a change of the model."""
+    optimizer = sgd(model)
+    return change(model) or model, optimizer, 1
+
+
+def replace_head(model):
+    model[1] = nn.Linear(4, 7)
+
+
+def replace_weight(model):
+    model[0].weight = nn.Parameter(torch.randn(4, 4))
+
+
+def normalize_weight(model):
+    nn.utils.parametrizations.weight_norm(model[0])
+
+
+def assign(model):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+LOOSE = nn.Parameter(torch.ones(4))
+# Of a model, another one and a loss: what is given to initialize, and how many warnings come.
+STRANGERS = {
+    "a copy": lambda m, *_: changed(m, copy.deepcopy),
+    "to_empty": lambda m, *_: changed(m, lambda m: m.to("meta").to_empty(device="cpu")),
+    "a weight replaced": lambda m, *_: changed(m, replace_weight),
+    "a head replaced": lambda m, *_: changed(m, replace_head),
+    "weight_norm": lambda m, *_: changed(m, normalize_weight),
+    "assign": lambda m, *_: changed(m, assign),
+    "another model": lambda m, other, loss: (m, sgd(other), 1),
+    "one of two": lambda m, other, loss: ([m, other], [sgd(m), sgd(copy.deepcopy(other))], 1),
+    "its own": lambda m, other, loss: (m, sgd(m), 0),
+    "a part": lambda m, other, loss: (m, sgd(m[0]), 0),
+    "a part and a loss": lambda m, other, loss: (m, sgd(m[0], loss), 0),
+    "a part and a loose one": lambda m, other, loss: (m, sgd(m[0], more=[LOOSE]), 0),
+    "a part, and a part of a model that amp does not know": lambda m, other, loss: (
+        m, [sgd(m[0]), sgd(other)], 0),
+    "more than the model": lambda m, other, loss: (m[0], sgd(m), 0),
+    "a loss with parameters": lambda m, other, loss: (m, [sgd(m), sgd(loss)], 0),
+    "a probe on a frozen model": lambda m, other, loss: (frozen(m), sgd(loss), 0),
+    "parameters to be unfrozen": lambda m, other, loss: (m, sgd(frozen(m[0])), 0),
+    "LARC": lambda m, other, loss: (m, optim.LARC(sgd(m)), 0),
+    "a wrapper": lambda m, other, loss: (m, Lookahead(sgd(m)), 0),
+    "no model": lambda m, other, loss: ([], sgd(m), 0),
+    "no optimizer": lambda m, other, loss: (m, [], 0),
+    "GAN": lambda m, other, loss: ([m, other], [sgd(m), sgd(other)], 0),
+}  # fmt: skip
+
+
+@pytest.fixture
+def unfrozen():
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("unfrozen")
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("case", STRANGERS)
+def test_an_optimizer_of_parameters_that_no_model_has(case, level, caplog):
+    model, other, loss = (
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)),
+        nn.Linear(4, 4),
+        nn.Linear(4, 2),
+    )
+    models, optimizers, count = STRANGERS[case](model, other, loss)
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    assert len(caplog.messages) == count
+    for message in caplog.messages:
+        assert "that no model given to amp.initialize has, and no optimizer holds " in message
+
+
+@pytest.mark.parametrize(
+    ("size", "by_torchrun", "told"),
+    [("2", False, "WARNING"), ("2", True, "INFO"), ("1", False, None)],
+)
+def test_masters_that_depend_on_the_environment_are_told(
+    size, by_torchrun, told, monkeypatch, caplog
+):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    if by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    training = Training(OPTIMIZERS["AdamW"])
+    exact = training.weights()
+    with caplog.at_level("INFO"):
+        training.initialize("O5")
+    found = [r.levelname for r in caplog.records if "WORLD_SIZE in the env" in r.getMessage()]
+    assert found == [told] * (told is not None)
+    assert torch.equal(training.masters()[0], exact[0]) == (told is None)

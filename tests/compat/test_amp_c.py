@@ -52,6 +52,26 @@ def test_axpby_checks_what_it_is_told(check, seen):
         assert flag.item() == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_integers_are_as_torch_has_them(dtype, flag):
+    """Counters among the averages of a state dict; floats are computed as without them."""
+    x, y = torch.tensor([7, 0, 100]).to(dtype), torch.tensor([9, 1, 101]).to(dtype)
+    floats = torch.randn(5), torch.randn(5)
+    expected = x.clone().copy_(0.75 * x + 0.25 * y), 0.75 * floats[0] + 0.25 * floats[1]
+    old, new = [x.clone(), floats[0].clone()], [y, floats[1]]
+    multi_tensor_applier(amp_C.multi_tensor_axpby, flag, [old, new, old], 0.75, 0.25, -1)
+    assert torch.equal(old[0], expected[0])
+    torch.testing.assert_close(old[1], expected[1])
+    scaled = [torch.empty(3), torch.empty(5)]
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[x, floats[0]], scaled], 0.5)
+    assert torch.equal(scaled[0], x * 0.5)
+    assert torch.equal(scaled[1], floats[0] * 0.5)
+    _, norms = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [[x, floats[0]]], True)
+    torch.testing.assert_close(norms, torch.stack([x.float().norm(), floats[0].norm()]))
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[x], [x]], 1.0)  # no floats at all
+    assert flag.item() == 0
+
+
 @pytest.mark.parametrize("name", ["multi_tensor_l2norm", "multi_tensor_l2norm_mp"])
 def test_l2norm(name, flag):
     x, operation = some(f16, bf16, f32), getattr(amp_C, name)

@@ -23,7 +23,8 @@ from amp_c_calls import (
     of_all_types,
     rand,
 )
-from ampfuse.compat.apex import amp_C
+from ampfuse.compat.apex import amp_C, fused_adam_cuda
+from ampfuse.compat.apex.multi_tensor_apply import multi_tensor_applier
 from apex_formulas import adagrad, adam, novograd, rule_of, sgd
 from cases import bf16, f16, f32, f64
 
@@ -417,3 +418,60 @@ def test_model_weights_that_are_not_half():
     lists, options = arguments("sgd", "cpu")
     with pytest.raises(RuntimeError, match=r"list 3 is torch.float32; it takes torch.float16"):
         call("sgd", flag(0, "cpu"), [*lists, rand()], options)
+
+
+# --- fused_adam_cuda ------------------------------------------------------------------------------
+
+
+def _adam_of_2019(p, m, v, g, lr, beta1, beta2, eps, scale, step, mode, bias_correction, decay):
+    """apex's formula, in the type of `p`; of a gradient that is not finite the result is not."""
+    g = g.to(p.dtype) / scale
+    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    denominator = (v + eps).sqrt() if mode == 0 else v.sqrt() + eps
+    if bias_correction:
+        lr = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+    return p - lr * (m / denominator + decay * p), m, v
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("bias_correction", [0, 1])
+@pytest.mark.parametrize(("dtype", "of_grad"), [(f32, f16), (f32, f32), (f64, f64)])
+@pytest.mark.parametrize("name", ["adam", "reversible_adam", "adam_mt", "reversible_adam_mt"])
+def test_fused_adam_cuda(name, dtype, of_grad, bias_correction, mode):
+    torch.manual_seed(0)
+    p, m = torch.randn(6, dtype=dtype), torch.randn(6, dtype=dtype) * 0.1
+    v, g, copy = torch.rand(6, dtype=dtype), torch.randn(6).to(of_grad), torch.empty(6).to(of_grad)
+    given = (0.1, 0.9, 0.99, 0.01, 4.0, 3, mode, bias_correction, 0.05)
+    flag = torch.zeros(1, dtype=torch.int32)
+    before = [t.clone() for t in (p, m, v)]
+    expected = _adam_of_2019(p, m, v, g, *given)
+    step = getattr(fused_adam_cuda, name)
+    if name.endswith("_mt"):
+        multi_tensor_applier(step, flag, [[p], [m], [v], [g], [copy]], *given)
+    else:
+        step(p, copy, m, v, g, *given)
+    for found, exact in zip((p, m, v), expected, strict=True):
+        torch.testing.assert_close(found, exact)
+    assert torch.equal(copy, p.to(of_grad))
+    for value, then in ((0, (p.clone(), m.clone(), v.clone())), (1, before)):
+        flag.fill_(value)
+        fused_adam_cuda.maybe_adam_undo(flag, p, m, v, g, *given)
+        for found, exact in zip((p, m, v), then, strict=True):
+            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+    empty = torch.tensor([], dtype=f32)  # no copy is asked for
+    fused_adam_cuda.adam(p, empty, m, v, g, *given)
+
+
+def test_reversible_adam_leaves_what_overflows():
+    p, m, v = torch.ones(3), torch.zeros(3), torch.zeros(3)
+    g, copy = torch.tensor([1.0, float("inf"), float("nan")]), torch.empty(3, dtype=f16)
+    fused_adam_cuda.reversible_adam(p, copy, m, v, g, 0.1, 0.9, 0.999, 1e-8, 1.0, 1, 1, 1, 0.0)
+    assert torch.equal(p[1:], torch.ones(2))
+    assert p[0] < 1
+    assert copy[0].isinf()
+    assert torch.equal(copy[1:], p[1:].half())
+    assert not m[1:].any()
+    flag = torch.zeros(1, dtype=torch.int32)
+    for values, stride, clear, seen in ((copy, 3, 0, 1), (p, 1, 0, 1), (p, 1, 1, 0)):
+        fused_adam_cuda.strided_check_finite(flag, values, stride, clear)
+        assert flag.item() == seen

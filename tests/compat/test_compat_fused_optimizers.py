@@ -436,3 +436,102 @@ def test_larc_is_a_module_with_a_class():
     larc = importlib.import_module("ampfuse.compat.apex.parallel.LARC")
     assert apex.parallel.LARC is larc
     assert larc.LARC is optim.LARC
+
+
+# --- what 2018 and 2019 had -----------------------------------------------------------------------
+
+
+def _steps_of_2019(ps, gs, states, t, options):
+    """In float64: each group's gradients clipped; the corrections a factor of the rate."""
+    norm = torch.cat([g.reshape(-1) for g in gs]).norm()
+    largest = options.get("max_grad_norm", 0.0)
+    clip = min(1.0, largest / (norm + 1e-6)) if largest else 1.0
+    lr = options["lr"] * ((1 - 0.999**t) ** 0.5 / (1 - 0.9**t) if options["bias_correction"] else 1)
+    for p, g, state in zip(ps, gs, states, strict=True):
+        m = state["m"] = 0.9 * state.get("m", 0) + 0.1 * g * clip
+        v = state["v"] = 0.999 * state.get("v", 0) + 0.001 * (g * clip) ** 2
+        p.sub_(lr * (m / (v.sqrt() + options["eps"]) + options["weight_decay"] * p))
+
+
+@pytest.mark.parametrize("kind", [optimizers.FusedAdam, apex.contrib.optimizers.FusedAdam])
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 100.0])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_fused_adam_of_2019(groups, max_grad_norm, bias_correction, kind):
+    options = {"lr": 0.05, "eps": 1e-3, "weight_decay": 0.1, "bias_correction": bias_correction}
+    options["max_grad_norm"] = max_grad_norm
+    ps = start()
+    split = [ps] if groups == 1 else [ps[:2], ps[2:]]
+    optimizer = kind([{"params": each} for each in split], **options)
+    exact, states = [p.detach().to(f64) for p in ps], [{} for _ in ps]
+    for t in range(1, 5):
+        gs = gradients(t)
+        for p, g in zip(ps, gs, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        first = 0
+        for each in split:
+            part = slice(first, first := first + len(each))
+            of_group = [g.to(f64) for g in gs[part]]
+            _steps_of_2019(exact[part], of_group, states[part], t, options)
+    assert_close([p.to(f64) for p in ps], exact, rtol=2e-5, atol=1e-6)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.05}
+    assert {group["bias_correction"] for group in optimizer.param_groups} == {bias_correction}
+
+
+def test_fused_adam_of_2019_resumes_copies_and_takes_closures():
+    ps = start()
+    optimizer = optimizers.FusedAdam(ps, lr=0.05, weight_decay=0.1, max_grad_norm=1.0)
+    take_steps(optimizer, ps, last=3)
+    twins = copies_of(ps)
+    again = optimizers.FusedAdam(twins, lr=0.05, weight_decay=0.1, max_grad_norm=1.0)
+    again.load_state_dict(through_a_file(optimizer.state_dict()))
+    again = pickle.loads(pickle.dumps(again))
+    twins = again.param_groups[0]["params"]
+
+    def closure_over(params):
+        def closure():
+            assert torch.is_grad_enabled()
+            for p, g in zip(params, gradients(4), strict=True):
+                p.grad = g.clone()
+            return 1.5
+
+        return closure
+
+    assert optimizer.step(closure_over(ps)) == again.step(closure_over(twins)) == 1.5
+    assert_equal(ps, twins)
+
+
+def test_contribs_fused_adam_steps_on_gradients_that_it_is_given():
+    """Scaled half ones, as lists for each group; half parameters receive the result."""
+    ps, twins = start(), start()
+    halves = [torch.empty_like(p, dtype=f16) for p in ps]
+    options = {"lr": 0.05, "bias_correction": False, "max_grad_norm": 1.0}
+    optimizer = apex.contrib.optimizers.FusedAdam(ps, **options)
+    plain = apex.contrib.optimizers.FusedAdam(twins, **options)
+    grads = [g.half() * 8 for g in gradients(1)]
+    optimizer.step(grads=[grads], output_params=[halves], scale=8.0, grad_norms=[1.0])
+    for q, g in zip(twins, grads, strict=True):
+        q.grad = g.float() / 8
+    plain.step()
+    assert_equal(ps, twins)
+    assert_equal(halves, [p.half() for p in ps])
+
+
+def test_eps_inside_the_root_is_refused():
+    for kind in (optimizers.FusedAdam, apex.contrib.optimizers.FusedAdam):
+        with pytest.raises(RuntimeError, match="eps_mode=0"):
+            kind(start(), eps_inside_sqrt=True)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_clip_grad_norm(half):
+    """Norms of half gradients in FP32: they may be larger than a half number is."""
+    ps = [nn.Parameter(torch.zeros(400).to(f16 if half else f32)) for _ in range(2)]
+    for p in ps:
+        p.grad = torch.full_like(p, 6e4)
+    norm = apex.contrib.clip_grad.clip_grad_norm_(ps, 2.0)
+    torch.testing.assert_close(norm, torch.tensor(6e4 * 800**0.5))
+    torch.testing.assert_close(
+        torch.cat([p.grad for p in ps]).float().norm(), torch.tensor(2.0), rtol=1e-2, atol=0
+    )

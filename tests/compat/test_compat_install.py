@@ -63,19 +63,29 @@ def test_every_module_is_there_under_both_names():
 @pytest.mark.parametrize(
     ("statement", "missing", "instead"),
     [
-        ("import {}.mlp", "mlp", "torch.nn.Sequential"),
+        ("import {}.fused_dense", "fused_dense", "torch.nn.Linear"),
         ("from {} import amp, RNN", "RNN", "torch.nn.RNN"),
-        ("from {}.contrib.clip_grad import Any", "contrib.clip_grad", "clip_grad_norm_"),
+        (
+            "from {}.contrib.clip_grad import Another",
+            "contrib.clip_grad.Another",
+            "clip_grad_norm_",
+        ),
+        ("from {}.optimizers import FusedSomething", "optimizers.FusedSomething", "ampfuse.optim"),
+        ("from {}.contrib.layer_norm import FastLayerNorm", "contrib.layer_norm", "FusedLayerNorm"),
         ("from {}.contrib import optimizers, fmha as f", "contrib.fmha", "scaled_dot_product"),
         ("import {}.contrib.groupbn.batch_norm", "contrib.groupbn", "ampfuse.nn.BatchNormAct2d"),
-        ("from {}.contrib.optimizers import FusedAdam", "contrib.optimizers.FusedAdam", "apex.opt"),
+        (
+            "from {}.contrib.optimizers import DistributedFusedAdam",
+            "contrib.optimizers.DistributedFusedAdam",
+            "fully_shard",
+        ),
         ("import {}.transformer.tensor_parallel", "transformer", "tensor.parallel"),
         ("import {}.parallel.multiproc", "parallel.multiproc", "torchrun"),
         ("import {}.pyprof.nvtx", "pyprof", "nsys"),
         *(
             (
                 f"from {{}}.{module} import FusedLayerNormAffineFunction",
-                f"{module}.FusedLayerNormAffineFunction",
+                "normalization.FusedLayerNormAffineFunction",
                 "apex.normalization.FusedLayerNorm;",
             )
             for module in ("normalization", "normalization.fused_layer_norm")

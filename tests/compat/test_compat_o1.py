@@ -146,6 +146,82 @@ def test_an_optimizers_step_is_not_cast():
     assert product() == f16
 
 
+# --- rules that are apex's alone (autocast.s: test_half_rules.py) -------------------------
+
+IN_PLACE = "acos asin cosh exp expm1 log log10 log2 reciprocal rsqrt sinh tan".split()
+METHODS = [*IN_PLACE, "erfinv", "pow", "cumprod", "cumsum", "renorm"]
+ARGUMENTS = {"pow": [2], "cumprod": [0], "cumsum": [0], "renorm": [2, 0, 1.0]}
+OVERWRITING = [(torch, name) for name in IN_PLACE] + [(torch.Tensor, name) for name in METHODS]
+
+
+def regions(low):
+    """What turns the casts on, by both ways."""
+    yield lambda: amp.init(patch_type=low)
+    yield lambda: amp.initialize(nn.Linear(2, 2), opt_level=LEVELS[low], verbosity=0)
+
+
+LEVELS = {f16: "O1", bf16: "O4"}
+both = pytest.mark.parametrize("turn_on", [0, 1], ids=["init", "initialize"])
+halves = pytest.mark.parametrize("low", LEVELS)
+
+
+@both
+@halves
+def test_functions_that_leave_the_range_of_half_do_not_overwrite_half(low, turn_on):
+    originals = [getattr(owner, f"{name}_") for owner, name in OVERWRITING]
+    list(regions(low))[turn_on]()
+    for owner, name in OVERWRITING:
+        function, others = getattr(owner, f"{name}_"), ARGUMENTS.get(name, [])
+        for dtype in (f32, f64):
+            x = torch.rand(2, 2, dtype=dtype)
+            assert function(x, *others) is x
+            assert x.dtype == dtype
+        with pytest.raises(NotImplementedError, match=rf"{name}_ .* x\.float\(\)"):
+            function(torch.rand(2, 2).to(low), *others)
+        with amp.disable_casts():  # apex raised here too
+            assert function(torch.rand(2, 2).to(low), *others).dtype == low
+    own_amp.restore_torch()
+    assert [getattr(owner, f"{name}_") for owner, name in OVERWRITING] == originals
+
+
+@both
+@halves
+def test_cpu_gives_float(low, turn_on):
+    original = torch.Tensor.cpu
+    list(regions(low))[turn_on]()
+    for dtype, expected in ((low, f32), (f32, f32), (f64, f64), (torch.int64, torch.int64)):
+        x = torch.ones(2, dtype=dtype, requires_grad=dtype.is_floating_point)
+        out = x.cpu()
+        assert out.dtype == expected
+        if x.requires_grad:
+            assert torch.autograd.grad(out.sum(), x)[0].dtype == dtype
+    with amp.disable_casts():
+        assert torch.ones(2, dtype=low).cpu().dtype == low
+    amp._amp_state.handle._deactivate()
+    assert torch.Tensor.cpu is original
+
+
+@halves
+def test_binary_cross_entropy_is_banned_on_half(low):
+    def loss(dtype):
+        target = torch.rand(4)
+        function, module = (
+            F.binary_cross_entropy(x := torch.rand(4).to(dtype), target),
+            nn.BCELoss(),
+        )
+        assert torch.equal(module(x, target), function)
+        return function.dtype
+
+    for turn_on in regions(low):
+        turn_on()
+        assert loss(f32) == f32
+        with pytest.raises(NotImplementedError, match="with_logits"):
+            loss(low)
+    amp._amp_state.handle._deactivate()
+    amp.init(patch_type=low, allow_banned=True)
+    assert loss(low) == f32
+
+
 # --- weights that change -----------------------------------------------------------------------
 
 
@@ -267,3 +343,61 @@ def test_wrapped_optimizer_adds_losses_and_skips_overflows():
     assert torch.equal(model.weight, before)
     assert [s.loss_scale() for s in optimizer._loss_scaler] == [2.0**15, 2.0**16]
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+# --- amp.init after initialize ------------------------------------------------------------------
+
+
+class Head(nn.Linear):
+    """What ``loss_fn`` gets, and what two kinds of products in the model give."""
+
+    def loss_fn(self, logits):
+        self.seen = [logits.dtype]
+        return logits.float().pow(2).mean()
+
+    def forward(self, x):
+        loss = self.loss_fn(super().forward(x))
+        self.seen += [super().forward(x).dtype, torch.prod(self.weight, 1).dtype]
+        return loss
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_init_casts_in_the_models_of_initialize(level):
+    """espnet and neural_sp register the loss between the two; the scale stays with amp."""
+    model = Head(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    state, x = amp.state_dict(), torch.randn(2, 4)
+    amp.register_float_function(Head, "loss_fn")
+    for _ in range(2):  # a second call replaces the first
+        handle = amp.init()
+        with amp.scale_loss(model(x), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert model.seen == [f32, f16, f32]
+    assert amp.state_dict() == {"loss_scaler0": state["loss_scaler0"] | {"unskipped": 2}}
+    assert list(handle.models) == [model]
+    handle._deactivate()
+    model(x)
+    before_init = {"O0": [f32, f32, f32], "O1": [f16, f16, f32]}
+    assert model.seen == before_init.get(level, [f16, f16, f16])
+    amp.init(enabled=False)
+    assert amp.init().models == handle.models
+
+
+def test_what_is_registered_again_and_again_is_cast_once():
+    """As layers do in their constructors; also if ``init`` is called again and again."""
+    original = Head.loss_fn
+    for _ in range(3):
+        for _ in range(3):
+            amp.register_float_function(Head, "loss_fn")
+        amp.init()
+    assert Head.loss_fn is not original
+    assert Head.loss_fn.__wrapped__ is original
+    model = Head(4, 2)
+    model(torch.randn(2, 4))
+    assert model.seen[0] == f32
+    amp._amp_state.handle._deactivate()
+    assert Head.loss_fn is original

@@ -15,7 +15,7 @@ import ampfuse
 from ampfuse.compat.apex import amp, amp_C, optimizers
 from ampfuse.compat.apex.multi_tensor_apply import multi_tensor_applier
 from ampfuse.compat.apex.parallel.LARC import LARC
-from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.fused import FusedOptimizer, is_fused
 from apex_optimizers import (
     assert_close,
     assert_equal,
@@ -26,7 +26,7 @@ from apex_optimizers import (
     take_steps,
     train,
 )
-from cases import assert_same_bits, f16, f32, snapshot
+from cases import LEVELS, assert_same_bits, f16, f32, snapshot
 
 # The options of each constructor that an attribute tells of, and its operations of amp_C.
 INTERFACE = {
@@ -382,6 +382,59 @@ def test_a_step_that_calls_ours_stays_fused(kind, fused):
     assert (type(optimizer) is kind) == fused
     assert isinstance(optimizer, FusedOptimizer)
     assert torch.equal(model.weight, reference.weight)
+
+
+class Clock:
+    def step(self):
+        pass
+
+
+class NamesStep(optimizers.FusedSGD):
+    """Whatever else in it is called step, it calls none of ours."""
+
+    clock = Clock()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.clock.step()
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.1)
+
+
+class Asks(optimizers.FusedSGD, own_step=False):
+    def step(self, closure=None):
+        return getattr(super(), "st" + "ep")(closure)
+
+
+class CallsByName(optimizers.FusedSGD):
+    def step(self, closure=None):
+        return getattr(super(), "st" + "ep")(closure)
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+@pytest.mark.parametrize("kind", [NamesStep, Asks, CallsByName])
+def test_whose_step_it_is_shows_when_it_steps(kind, level):
+    for scaler_class in SCALERS.values() if level is None else [None]:
+        if level is None:
+            weight = nn.Parameter(torch.zeros(3))
+            optimizer, scaler = kind([weight], lr=0.1), scaler_class("cpu", init_scale=1024.0)
+        else:
+            model = nn.Linear(3, 1, bias=False)
+            nn.init.zeros_(weight := model.weight)
+            optimizer = kind(model.parameters(), lr=0.1)
+            amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            if level is None:
+                scaler.scale(weight.sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                continue
+            with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        assert_close(weight.float(), torch.full_like(weight, -0.3).float(), rtol=4e-3, atol=0)
+        assert is_fused(optimizer) == (kind is not NamesStep)
 
 
 def chains():

@@ -94,3 +94,17 @@ def test_amp_treats_it_as_a_batch_norm(level, weights):
 def test_shared_param_is_explained():
     with pytest.raises(ValueError, match="delay_allreduce"):
         apex.parallel.DistributedDataParallel(nn.Linear(1, 1), shared_param=True)
+
+
+@pytest.mark.parametrize("size", [(4, 8, 6, 6), (4, 8, 6), (4, 8)])
+@pytest.mark.parametrize("options", [{}, {"fuse_relu": True}])
+def test_contiguous_images_are_torchs_and_nobody_warns(size, options, recwarn):
+    torch.manual_seed(0)
+    ours, torchs = SyncBatchNorm(8, **options), nn.BatchNorm1d(8)
+    torchs._check_input_dim = lambda x: None
+    for training in (True, False):
+        x = torch.randn(size)
+        expected = torchs.train(training)(x)
+        assert torch.equal(ours.train(training)(x), expected.relu() if options else expected)
+    assert torch.equal(ours.running_var, torchs.running_var)
+    assert not list(recwarn)

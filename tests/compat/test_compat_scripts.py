@@ -37,6 +37,20 @@ CASES = {
         "--no-apex",
         {"": 1e-5, "--fp16": 0.005} | {f"--opt-level {level}": 0.01 for level in LEVELS},
     ),
+    "fairseq_style --deprecated-fused-adam": ("", {"": 0.05, "--fp16": 0.05}),
+    "pretrained_bert_style": (
+        "",
+        {"--fp16": 0.005, "--fp16 --contrib --loss_scale 128": 0.005},
+    ),
+    "opennmt_style": (
+        "--optim adam",
+        {"": 0.01, "--model_dtype fp16": 0.01, "--model_dtype fp16 --loss_scale 128": 0.01},
+    ),
+    "espnet_style": ("", {f"--train-dtype {level}": 0.05 for level in ("O1", "O2")}),
+    "dlrm_style": ("", {"--mlp CppMlp": 1e-5, "--mlp AmpMlp --amp": 0.005}),
+    "sentiment_style": ("--hook_child", {"": 1e-5, "--fp16": 0.002, "--fp16 --hook_child": 0.002}),
+    "quartznet_style": ("", {"--amp-c": 1e-5}),
+    "swav_style": ("", {"--sync_bn apex": 1e-5, "--sync_bn apex --use_fp16 O1": 0.01}),
     "grad_scaler": ("--no-apex", {"": 1e-5, "--half": 0.002}),
     "lightning_style": ("--no-amp", {f"--opt-level {level}": 0.03 for level in LEVELS[:4]}),
     "timm_style": ("--no-amp", {f"--opt-level {level}": 0.05 for level in LEVELS[:4]}),
@@ -49,7 +63,7 @@ def with_imports_changed(path, tmp_path):
     for old, new in (
         (r"from apex\b", "from ampfuse.compat.apex"),
         (r"import apex\b[.\w]*$", "import ampfuse.compat.apex as apex"),
-        (r"import (?=(amp|apex)_C$)", "from ampfuse.compat.apex import "),
+        (r"import (?=(amp_C|apex_C|fused_adam_cuda)$)", "from ampfuse.compat.apex import "),
     ):
         text = re.sub(rf"^(\s*){old}", rf"\1{new}", text, flags=re.MULTILINE)
     copy = tmp_path / path.name
@@ -96,6 +110,7 @@ def run(tmp_path, monkeypatch, capsys):
     """The final loss of a script with arguments, in one of the ways."""
 
     def final(script, args, way="install"):
+        script, args = script.split()[0], " ".join([*script.split()[1:], args])
         path = SCRIPTS / f"{script}.py"
         if script == "timm_style":
             pytest.importorskip("timm")
@@ -150,10 +165,34 @@ def test_two_processes_end_like_one(run):
     assert final_loss(out) == pytest.approx(run("imagenet", args, "python -m"), abs=2e-4)
 
 
-@pytest.mark.parametrize("script", ["imagenet", "timm_style"])
+# script: its arguments, and what it calls a training that is cut short, saving and resuming.
+RESUMES = {
+    "imagenet": ("--opt-level O2", "--epochs 2 --save", "--resume"),
+    "timm_style": ("--opt-level O2", "--epochs 2 --save", "--resume"),
+    "pretrained_bert_style": ("--fp16", "--num_train_epochs 2 --output_dir", "--resume"),
+    "opennmt_style": ("--model_dtype fp16", "--train_steps 20 --save_model", "--train_from"),
+    "opennmt_style --contrib": (
+        "--model_dtype fp16 --copy_max_grad_norm 1.0",
+        "--train_steps 20 --save_model",
+        "--train_from",
+    ),
+    "espnet_style": ("--train-dtype O2", "--epochs 2 --snapshot", "--resume"),
+    "dlrm_style": ("--mlp CppMlp --amp", "--epochs 2 --save", "--resume"),
+    "sentiment_style": ("--fp16", "--epochs 2 --save", "--load"),
+    "quartznet_style": ("--amp-c", "--epochs 2 --save", "--resume"),
+    "swav_style": (
+        "--sync_bn apex --larc --use_fp16 O2",
+        "--epochs 2 --dump",
+        "--resume",
+    ),
+}
+
+
+@pytest.mark.parametrize("script", RESUMES)
 def test_a_checkpoint_of_a_script_goes_on_where_it_was(script, tmp_path, run):
-    """At O2; the masters are saved."""
+    """The masters are saved."""
+    args, save, resume = RESUMES[script]
     saved = tmp_path / "c.pt"
-    through = run(script, "--opt-level O2")
-    run(script, f"--opt-level O2 --epochs 2 --save {saved}")
-    assert run(script, f"--opt-level O2 --resume {saved}") == through
+    through = run(script, args)
+    run(script, f"{args} {save} {saved}")
+    assert run(script, f"{args} {resume} {saved}") == through

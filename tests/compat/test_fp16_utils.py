@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import ampfuse
 import apex_names
 from ampfuse.compat import apex
 from ampfuse.compat.apex import fp16_utils
@@ -227,6 +228,84 @@ def test_gradients_are_unscaled_and_accumulate():
     (loss_of(model) * optimizer.loss_scale).backward()  # of one's own
     optimizer.update_master_grads()
     torch.testing.assert_close(grads(optimizer), once)
+
+
+def look(optimizer):
+    return [p.grad.norm() for p in optimizer.param_groups[0]["params"]]
+
+
+# What a loop does between backward and step; none changes the step.
+BETWEEN = {
+    "update": lambda optimizer: optimizer.update_master_grads(),
+    "look, update": lambda optimizer: (look(optimizer), optimizer.update_master_grads()),
+    "update, look, update": lambda optimizer: (
+        optimizer.update_master_grads(),
+        look(optimizer),
+        optimizer.update_master_grads(),
+        optimizer.update_master_grads(),
+    ),
+    "look at the model": lambda optimizer: (
+        [p.grad.norm() for p in optimizer.all_fp16_params],
+        optimizer.update_master_grads(),
+    ),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("scaling", [{"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}])
+@pytest.mark.parametrize("first", ["backward", "delayed", "own"])
+def test_masters_gradients_are_updated_however_often(first, scaling, between):
+    """With batch norm's FP32 parameters; the scale, too, adapts once to a pass."""
+    weights, counted = [], []
+    for name in (None, between):
+        model, optimizer = start(**scaling)
+        for _ in range(3):
+            if first == "own":
+                model.zero_grad()
+                (loss_of(model) * optimizer.loss_scale).backward()
+                optimizer.update_master_grads()
+            else:
+                optimizer.zero_grad()
+                optimizer.backward(loss_of(model), update_master_grads=first == "backward")
+                if first == "delayed":
+                    optimizer.update_master_grads()
+            if name:
+                BETWEEN[name](optimizer)
+            optimizer.step()
+        weights.append(joined(optimizer.param_groups[0]["params"]))
+        counted.append(optimizer.loss_scaler.state_dict())
+    assert torch.equal(*weights)
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_gradients_after_the_models_zero_grad_are_new_ones(looks):
+    """The optimizer knows nothing of it."""
+    model, optimizer = start(static_loss_scale=64.0)
+    optimizer.backward(loss_of(model) * 3)
+    if looks:
+        look(optimizer)
+    model.zero_grad()
+    (loss_of(model) * 64).backward()
+    optimizer.update_master_grads()
+    other, expected = start(static_loss_scale=64.0)
+    expected.backward(loss_of(other))
+    assert torch.equal(joined(grads(optimizer)), joined(grads(expected)))
+
+
+def test_half_models_on_a_cpu_compute_by_our_kernels():
+    """As ``initialize("O2")`` has it."""
+    from ampfuse import _core, half_ops
+
+    half_ops.forget()
+    try:
+        start(static_loss_scale=64.0)
+        assert _core.EXTENSION.half_ops()
+        with ampfuse.cpu_half_ops(False):
+            start(static_loss_scale=64.0)
+            assert not _core.EXTENSION.half_ops()
+    finally:
+        half_ops.forget()
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
@@ -565,6 +644,74 @@ def test_checkpoints_of_apex_with_pickled_scalers(which, weights_only):
     assert again.loss_scale == 1024.0
     assert again.loss_scaler._unskipped == unskipped
     assert torch.equal(masters(again), masters(optimizer))
+
+
+def contrib(kind=apex.optimizers.FusedAdam, **options):
+    """A half model, without batch norm, in two groups."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).half()
+    groups = [{"params": [p for p in model.parameters() if p.dim() == d]} for d in (1, 2)]
+    return model, ContribOptimizer(kind(groups, lr=0.05), **options)
+
+
+def train_half(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.backward((model(batch().half()).float() - 1).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("scaling", [{"static_loss_scale": 64.0}, {"dynamic_loss_scale": True}])
+def test_checkpoints_of_2018_and_2019(scaling, flat):
+    """apex's own, of one flat tensor a group in 2018; without masters in the inner state."""
+    model, optimizer = contrib(**scaling)
+    train_half(model, optimizer, 3)
+    saved = through_a_file(optimizer.state_dict())
+    keys = "dynamic_loss_scale cur_scale cur_iter last_overflow_iter scale_factor scale_window"
+    assert {*saved} == {*keys.split(), "optimizer_state_dict", "fp32_groups"}
+    assert saved["cur_scale"] == optimizer.cur_scale
+    saved |= {"cur_iter": 14, "last_overflow_iter": 10}  # three passes since
+    inner = saved["optimizer_state_dict"]
+    for entry in inner["state"].values():
+        entry.pop("master_param")
+    if flat:
+        flats = [joined(group) for group in saved.pop("fp32_groups")]
+        saved["fp32_groups_flat"] = flats
+        old = [group["params"] for group in inner["param_groups"]]
+        inner["state"] = {
+            i: {"step": int(inner["state"][keys[0]]["step"])}
+            | {n: joined(inner["state"][k][n] for k in keys) for n in ("exp_avg", "exp_avg_sq")}
+            for i, keys in enumerate(old)
+        }
+        for i, group in enumerate(inner["param_groups"]):
+            group["params"] = [i]
+    other, again = contrib(dynamic_loss_scale=True)
+    train_half(other, again, 1)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(saved)
+    assert again.loss_scaler._unskipped == 3
+    assert again.dynamic_loss_scale == optimizer.dynamic_loss_scale
+    train_half(model, optimizer, 3)
+    train_half(other, again, 3)
+    for own, found in zip(optimizer.fp32_groups, again.fp32_groups, strict=True):
+        assert torch.equal(joined(own), joined(found))
+
+
+def test_a_step_of_ones_own_gets_the_norms_of_the_groups():
+    """As copies of 2019's FusedAdam take them."""
+    seen = []
+
+    class Copy(torch.optim.SGD):
+        def step(self, closure=None, grads=None, output_params=None, scale=1.0, grad_norms=None):
+            seen.extend(grad_norms)
+            return super().step(closure)
+
+    model, optimizer = contrib(Copy, static_loss_scale=8.0)
+    optimizer.backward((model(batch().half()).float() - 1).pow(2).mean())
+    expected = [joined(p.grad for p in group).norm() for group in optimizer.fp32_groups]
+    optimizer.step()
+    torch.testing.assert_close(seen, expected)
 
 
 def test_nonsense_in_a_pickled_scaler_is_refused():

@@ -193,10 +193,7 @@ class Table(RuleBasedStateMachine):
     def whole_pass(self, scale, value, check, delayed):
         attempt(self.table.gradients.begin_backward)
         self.gradients(value)
-        if delayed:
-            attempt(self.table.gradients.mark_backward, scale)
-        else:
-            attempt(self.table.gradients.end_backward, scale, check)
+        attempt(self.table.gradients.end_backward, scale, check, delayed)
 
     @rule()
     def measure(self):
@@ -295,13 +292,15 @@ rule_of_scales = (2.0, 0.5, small, 1.0, 2.0**24, small)  # numbers are given as 
 # Calls that need nothing but arguments: of a table, and of the extension.
 OF_A_TABLE = {
     **dict.fromkeys(("gradients.begin_backward", "gradients.cancel_backward"), ()),
+    "gradients.check": (),
     **dict.fromkeys(("gradients.materialize", "plan.finish_step", "plan.mark_stepped"), ()),
     **dict.fromkeys(("masters.accept_model_weights", "masters.publish", "masters.refresh"), ()),
     **dict.fromkeys(("masters.exist", "steps", "norm_averages", "fingerprint", "__len__"), ()),
     **dict.fromkeys(("param", "model", "name"), (small,)),
     **dict.fromkeys(("remember", "holds"), (containers, containers)),
-    "gradients.end_backward": (tensors(), flags),
-    "gradients.mark_backward": (tensors(),),
+    "gradients.end_backward": (tensors(), flags, flags),
+    "gradients.look": (tensors(),),
+    "gradients.assign": (tensors(), some),
     "gradients.accumulated": (small, flags),
     "inspector.state_field": (st.sampled_from(FIELDS),),
     "set_states": (small, st.one_of(st.none(), st.lists(lists, max_size=4)), storages, some),

@@ -102,6 +102,14 @@ def test_under_scale_loss(make, expected, level, clip, launches):
         assert launches(optimizer.step) == expected
 
 
+def test_larc_that_is_switched_off_measures_nothing(launches):
+    params = parameters()
+    optimizer = optim.SGD(params, lr=0.1)
+    larc = optim.LARC(optimizer)
+    set_gradients(params)
+    assert [launches(each.step) for each in (optimizer, larc, optimizer)] == [2, 3, 2]
+
+
 @pytest.mark.parametrize("tensors", [1, 50])
 def test_lists(tensors, launches):
     """An operation on a list is one launch, and so is a norm of each tensor."""

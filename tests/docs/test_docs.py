@@ -11,8 +11,9 @@ from typing import is_typeddict
 
 import pytest
 import torch
-from torch import nn
 
+from ampfuse import optim
+from ampfuse._core import build_info
 from programs import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -68,11 +69,68 @@ def test_tables_of_training_steps_are_those_of_the_csvs(report, nets):
 
 
 def test_readme_shows_steps_of_the_csv(report, nets):
-    """Five nets, without O4 and with the gain over torch.amp alone."""
+    """Five nets, without O4."""
     times, *_ = report.nets_tables(nets)
     measured, shown = cells(times[2:]), cells(table(README, "| net |"))
     assert len(shown) == 5
-    assert all(line in [row[:4] + row[5:7] for row in measured] for line in shown)
+    assert all(line in [row[:4] + row[5:] for row in measured] for line in shown)
+
+
+# By what the README calls them.
+ON_A_GPU = {
+    "ResNet-50 (batch 256)": "resnet50-224-256",
+    "ViT-S/16 (batch 256)": "vit_small_patch16_224-224-256",
+    "BERT-small (batch 256, sequence 128)": "bert_small-128-256",
+    "GPT (batch 64, sequence 256)": "gpt-256-64",
+}
+ADAMW = {
+    "AdamW step, GPT-2 medium (355 M parameters, BF16)": ("step", "adamw-gpt2-medium-bf16"),
+    "AdamW step, ResNet-50 (26 M parameters, BF16)": ("step", "adamw-resnet50-bf16"),
+    "Host time of an AdamW step, 2,000 tensors (FP32)": ("host_time", "adamw-2000x64K-fp32-same"),
+}
+
+
+def test_readme_shows_the_gpus_csvs(report):
+    lines = {name: line for name, *line in cells(table(README, "| on an NVIDIA H200 |"))}
+    for name, (file, case) in ADAMW.items():
+        rows = report.read(RESULTS / f"{file}_cuda.csv")
+        theirs, ours = (
+            next(row.median_ms for row in rows if (row.case, row.variant) == (case, variant))
+            for variant in ("torch fused", "ampfuse")
+        )
+        assert lines.pop(name)[:3] == [f"{theirs:.3g}", f"{ours:.3g}", f"**{theirs / ours:.1f}x**"]
+    rows = {(row.case, row.variant): row for row in report.read(RESULTS / "nets_cuda.csv")}
+    for name, case in ON_A_GPU.items():
+        for words, suffix in (("", ""), (", both under `torch.compile`", ", compiled")):
+            theirs, ours = (rows.get((case, f"{arm}{suffix}")) for arm in ("torch.amp", "O5"))
+            if theirs and ours:
+                expected = [f"{row.median_ms:.1f}" for row in (theirs, ours)]
+                expected.append(f"**{theirs.median_ms / ours.median_ms:.2f}x**")
+                expected += [f"{row.memory_mib:,.0f}" for row in (theirs, ours)]
+                assert lines.pop(f"Training step, {name}{words}") == expected
+    assert not lines
+    # What the text says of the same runs.
+    text = " ".join(README.partition("Most of a training step")[2].split())
+    for name, case in ON_A_GPU.items():
+        amp, plain, fused = (rows[case, arm] for arm in ("torch.amp", "O5, unfused", "O5"))
+        net = name.partition(" (")[0]
+        assert f"{amp.median_ms / plain.median_ms:.2f}x ({net})" in text
+        if compiled := rows.get((case, "torch.amp, compiled")):
+            assert f"{compiled.median_ms:.1f} against {fused.median_ms:.1f} ms ({net}" in text
+    graphed = rows["gpt-256-64", "O5, graphed"].median_ms
+    assert f"GPT, whose step takes {graphed:.1f} ms as [a CUDA graph]" in text
+    more = [rows["resnet50-224-256", arm].memory_mib for arm in ("O5", "torch.amp")]
+    assert f"ResNet-50 takes {more[0] / more[1] - 1:.0%} more".replace("%", " %") in text
+
+
+def test_readme_trains_as_its_tables_were_measured(report):
+    """The example has every option that the figures need."""
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    for option in ('opt_level="O5"', "fuse=True"):
+        assert option in code
+        assert README.partition("## What it gains")[2].count(option) >= 2
+    assert code.count("memory_format=torch.channels_last") == 2
+    assert "channels-last" in README.partition("## What it gains")[2]
 
 
 def test_figure_is_that_of_the_csv(report, nets):
@@ -111,20 +169,15 @@ def test_conv_nets_table_is_that_of_the_csv():
         assert shown == [*expected, *(f"{mib:.0f}" for mib in memory)]
 
 
-def test_readme_script_trains():
+def test_readme_script_trains(caplog):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     torch.manual_seed(0)
-    model, x = nn.Linear(4, 2), torch.randn(16, 4)
-    loss = nn.functional.mse_loss
-    names = {
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loader": [(x, x[:, :2])] * 40,
-        "loss_function": lambda output, target: loss(output.float(), target),
-    }
-    before = loss(model(x), x[:, :2]).item()
-    exec(code, names)
-    assert loss(model(x), x[:, :2]).item() < 0.1 * before
+    names: dict = {}
+    with caplog.at_level("INFO", "ampfuse.amp"):
+        exec(code, names)
+    assert "1 of 1 norms and activations fused" in caplog.text
+    assert names["model"][0].weight.dtype == torch.bfloat16
+    assert names["loss"].item() < 0.3  # of log(2)
 
 
 @pytest.mark.slow
@@ -142,6 +195,20 @@ def test_the_loop_on_shards_goes_on_on_any_number_of_ranks(tmp_path):
     (alone,) = ranks(1, script)
     norms = [re.findall(r"norm ([\d.]+)", line)[0] for line in (alone, lines[2])]
     assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-2)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_samples_are_of_this_version(page):
+    """What commands print; the conditions of a measurement are in no block."""
+    for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        versions = set(re.findall(r"ampfuse (\d+\.\d+\.\d+)", block))
+        assert versions <= {build_info.VERSION}
+
+
+def test_what_others_have_and_ampfuse_too_is_not_denied():
+    page = (ROOT / "docs" / "from_others.md").read_text()
+    for name, *_, ours in cells(re.findall(r"^\|.*\|$", page, re.MULTILINE)):
+        assert name not in optim.__all__ or not ours.startswith("no")
 
 
 def anchors(page):

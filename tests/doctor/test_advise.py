@@ -338,8 +338,16 @@ def test_what_cannot_be_trained_as_a_copy():
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"model": "x"}, TypeError, "model must be a torch.nn.Module, not str"),
-        ({"optimizer": []}, TypeError, "one torch.optim.Optimizer, not"),
+        ({"model": "x"}, TypeError, "model must be one Module, not str"),
+        (
+            {"optimizer": ()},
+            TypeError,
+            r"Optimizer, not tuple: write amp\.advise\(model, loss_func",
+        ),
+        *(
+            ({"loss_function": wrong}, TypeError, r"before the model ran: .*lambda model, batch: ")
+            for wrong in (F.cross_entropy, nn.MSELoss(), lambda output: output.sum(), ())
+        ),
         ({"model": nn.DataParallel(nn.Linear(8, 1))}, ValueError, "model.module"),
         ({"model": nn.Linear(8, 1)}, ValueError, "4 of the 4 tensors"),
         ({"batch": iter([])}, ValueError, "no batch"),
@@ -348,6 +356,8 @@ def test_what_cannot_be_trained_as_a_copy():
         ({"loss_function": lambda m, b: m(b[0]).sum() / 0}, ValueError, "FP32 already"),
         ({"loss_function": lambda m, b: {}["loss"]}, KeyError, "loss"),
         ({"levels": ["O7"]}, ValueError, "Unknown level 'O7'"),
+        ({"levels": "O7"}, ValueError, "Unknown level 'O7'"),
+        ({"loss_function": lambda m, b: m(b[0]) @ 1}, TypeError, "unsupported operand"),
         ({"steps": 0}, ValueError, "steps must be positive"),
         ({"seconds": 0}, ValueError, "seconds must be positive"),
         ({"seeds": 0}, ValueError, "seeds must be positive"),

@@ -307,6 +307,22 @@ def test_own_and_published_figures_never_share_a_line(folder):
     assert lines[ours][1] == [5.0] * 5
 
 
+@pytest.mark.parametrize("spread", [0.01, 0.2, 10.0])
+@pytest.mark.parametrize("std", [True, False])
+def test_what_is_highest_is_inside(spread, std, folder):
+    """Markers and error bars, also where the values lie close to each other."""
+    for batch, value in ((128, 1000.0), (256, 1000.0 * (1 + spread))):
+        for repeat in (-1, 1):
+            folder.add(batch_size=batch, memory_mb=value + 20 * repeat, repeat=repeat)
+    figure = figures.against_batch(rows_of(folder), "memory", std=std)
+    FigureCanvasAgg(figure).draw()
+    (axes,) = figure.axes
+    row = rows_of(folder)[-1]
+    highest = row["memory_mb_mean"] + std * row["memory_mb_std"]
+    above = axes.bbox.y1 - axes.transData.transform((256, highest))[1]  # in pixels
+    assert above * 72 / figure.dpi > 4
+
+
 def test_nothing_to_draw(folder):
     folder.add(time_s=None)
     with pytest.raises(figures.NothingToDraw):

@@ -156,8 +156,10 @@ REMEDIES = {
 }
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("written", ATTENTION)
+@pytest.mark.parametrize(  # at O1 exp gives FP32
+    ("written", "level"),
+    [(w, level) for w in ATTENTION for level in ("O1", "O2") if (w, level) != ("exp", "O1")],
+)
 def test_remedies_of_attention_help(written, level):
     class Attention(nn.Module):
         weights = staticmethod(ATTENTION[written])
@@ -499,6 +501,45 @@ def test_armed(kind, caplog):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in loop.model.modules())
     assert not loop.optimizer._optimizer_step_post_hooks
     assert "update" not in vars(loop.scaler or loop)
+
+
+def makes_inf(graph, inputs):
+    """A backend that compiles relu wrongly, while `broken`."""
+    for node in graph.graph.nodes:
+        if getattr(node.target, "__name__", "") == "relu":
+            node.target = lambda x, **_: x * (INF if makes_inf.broken else 1.0)
+    graph.recompile()
+    return graph.forward
+
+
+# Whether it stays broken after the first skipped steps, the function, and what is said.
+COMPILED = {
+    "only the compiled program": (True, F.relu, ["Only the compiled program overflows"]),
+    "no longer": (False, F.relu, []),
+    "both": (True, lambda x: F.relu(x * INF), ["was born in the forward pass, in mul"]),
+}
+
+
+@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("kind", LOOPS)
+def test_an_overflow_of_the_compiled_program(kind, case, after, caplog):
+    stays, function, expected = COMPILED[case]
+    torch._dynamo.reset()
+    loop = Loop(nn.Sequential(Op(F.relu), nn.Linear(8, 2)), **LOOPS[kind])
+    for _ in range(12):  # the scale finds its value
+        loop.step(*batch())
+    loop.model[0].function = function
+    loop.model.compile(backend=makes_inf)
+    watch = amp.explain_overflow(loop.model, loop.tells, after=after)
+    with caplog.at_level(logging.WARNING, "ampfuse.amp"):
+        for step in range(2 + 2 * after):
+            makes_inf.broken = stays or step < after
+            loop.step(*batch())
+    told = [r.message for r in caplog.records if "in a row" in r.message]
+    assert len(told) == len(expected)
+    assert all(text in message for text, message in zip(expected, told, strict=True))
+    watch.remove()
 
 
 def test_armed_survives_an_exception_in_forward():

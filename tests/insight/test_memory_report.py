@@ -198,8 +198,17 @@ def test_sizes_and_table():
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"model": 3}, TypeError, "model must be a torch.nn.Module, not int"),
-        ({"optimizer": []}, TypeError, "one torch.optim.Optimizer, not"),
+        ({"model": 3}, TypeError, "model must be one Module, not int"),
+        (
+            {"optimizer": []},
+            TypeError,
+            r"Optimizer, not list: write amp\.memory_report\(model, opt",
+        ),
+        (
+            {"batch": torch.zeros(12, 64), "loss_function": nn.functional.mse_loss},
+            TypeError,
+            "before the model ran: .*lambda model, batch: ",
+        ),
         ({"model": nn.Linear(2, 2)}, ValueError, "7 of the 7 tensors .* are no parameters"),
         ({"budget": "16XB"}, ValueError, "budget is '16XB'; give \"16GB\""),
         ({"budget": 0}, ValueError, "budget is 0"),

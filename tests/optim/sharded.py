@@ -423,6 +423,64 @@ def no_sync():
     in_ddp("sgd-all", "O2", views=False, unused=True)
 
 
+class Branches(nn.Module):
+    """A layer for all micro-batches, and one for the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.first = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        for layer in (self.always, self.first):
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, x, both):
+        return (self.always(x) + (self.first(x) if both else 0)).float().sum()
+
+
+def set_views(params):
+    """Half of each gradient, in a flat buffer as DDP's buckets are."""
+    held = [param for param in params if param.grad is not None]
+    flat = torch.cat([param.grad.flatten() for param in held]).to(held[0].dtype) / 2
+    for param, part in zip(held, flat.split([param.numel() for param in held]), strict=True):
+        param.grad = part.view_as(param)
+
+
+def halve(params):
+    for param in params:
+        param.grad.mul_(0.5)
+
+
+def gradients_between_passes():
+    """Read, edited and set in DDP, which makes its buckets anew after the first pass."""
+    touches = (lambda params: [param.grad for param in params], halve, set_views)
+    cases = itertools.product(LEVELS, touches, (0, 2), ("views", "static", "unused"))
+    for i, (level, touch, at, mode) in enumerate(cases):
+        ddp = {
+            "gradient_as_bucket_view": mode != "unused" or bool(i % 2),
+            "static_graph": mode == "static",
+            "find_unused_parameters": mode == "unused",
+        }
+        models = [Branches(), Branches()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+        amp.initialize(models, optimizers, opt_level=level, loss_scale=64.0, verbosity=0)
+        spread = nn.parallel.DistributedDataParallel(models[1], **ddp)
+        for _ in range(2):
+            for model, optimizer in zip((models[0], spread), optimizers, strict=True):
+                optimizer.zero_grad()
+                for part in range(3):
+                    waits = model is spread and part < 2 and mode != "static"
+                    with model.no_sync() if waits else contextlib.nullcontext():
+                        x = torch.full((1, 4), (part + 1) / 4)
+                        loss = model(x, mode != "unused" or part == 0)
+                        loss = share_of(loss) if model is spread else loss
+                        with amp.scale_loss(loss, optimizer) as scaled:
+                            scaled.backward()
+                    if part == at:
+                        touch(list(optimizer.param_groups[0]["params"]))
+                optimizer.step()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            compare(f"{level}, {touch}, {at}, {mode}", one.detach(), other.detach())
+
+
 def accumulation_in_fsdp():
     """FSDP keeps gradients that it does not share, in the loss's scale: which stays meanwhile."""
     for level in ("O1", "O2"):
@@ -461,11 +519,12 @@ def collectives():
     gather = dist.all_gather_into_tensor
     with unittest.mock.patch.object(dist, "all_gather_into_tensor", wraps=gather) as calls:
         for kind, options, count in [
-            ("adamw", {}, 0),
+            ("adamw", {"skip_nonfinite": False}, 0),
+            ("adamw", {}, 1),
             ("adamw", {"max_grad_norm": 1.0}, 1),
             ("adamw", {"skip_nonfinite": True, "max_grad_norm": 1.0}, 1),
             ("novograd", {"max_grad_norm": 1.0}, 1),
-            ("lamb", {}, 1),
+            ("lamb", {"skip_nonfinite": False}, 1),
             ("lamb", {"max_grad_norm": 1.0}, 2),
         ]:
             params = params_in((f32,), "rows")[1]
@@ -497,34 +556,49 @@ RESUMED = {
     **{name: (bf16, {"master_weights": "split", "state_dtype": name}) for name in CODED},
     "muon": (bf16, {"master_weights": "split"}),
     "stochastic": (bf16, {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9}),
+    "adagrad": (bf16, {"master_weights": True}),
+    "fresh": (f32, {}),
+    "saved whole": (bf16, {"master_weights": "split", "state_dtype": CODED[0]}),
+    "O5": (f32, {}),
+    "O5 split": (f32, {"master_weights": "split"}),
 }
+OF_RESUMED = {"adagrad": "adagrad-all", "fresh": "sgd-dampening"}
 
 
 def _train_on(model, optimizer, scaler, dtype, steps):
     for step in steps:
-        step_by_scaler(*losses([model], step, dtype), optimizer, scaler, step % 6 == 4)
+        infinite = scaler.is_enabled() and step % 6 == 4
+        step_by_scaler(*losses([model], step, dtype), optimizer, scaler, infinite)
 
 
-def _resumable(name):
+def _resumable(name, saved=False):
     dtype, options = RESUMED[name]
-    model = nets(dtype)[1]
+    scaler = ampfuse.GradScaler(
+        DEVICE, init_scale=2.0**8, growth_interval=5, enabled=not name.startswith("O5")
+    )
+    make_it = functools.partial(make, OF_RESUMED.get(name, "adamw"))
+    if not scaler.is_enabled():
+        (_, model), (_, optimizer) = nets_at(name[:2], make_it, **options)
+        return model, optimizer, scaler, dtype
+    model = nets(dtype)[0 if saved and name == "saved whole" else 1]
     if name == "muon":
         optimizer = optim.Muon(optim.muon_groups(model), lr=1e-2, **options)
     else:
-        optimizer = make("adamw", model.parameters(), **options)
-    return model, optimizer, ampfuse.GradScaler(DEVICE, init_scale=2.0**8, growth_interval=5), dtype
+        optimizer = make_it(model.parameters(), **options)
+    return model, optimizer, scaler, dtype
 
 
 def save_and_go_on(folder):
     """With torch.distributed.checkpoint; what the training comes to is saved beside it."""
     for name in RESUMED:
-        model, optimizer, scaler, dtype = _resumable(name)
-        _train_on(model, optimizer, scaler, dtype, range(6))
+        model, optimizer, scaler, dtype = _resumable(name, saved=True)
+        begun = 0 if name == "fresh" else 6
+        _train_on(model, optimizer, scaler, dtype, range(begun))
         weights, states = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
         checkpoint.async_save(saved, checkpoint_id=f"{folder}/{name}").result()
-        _train_on(model, optimizer, scaler, dtype, range(6, 12))
-        ended = [param.full_tensor() for param in model.parameters()]
+        _train_on(model, optimizer, scaler, dtype, range(begun, 12))
+        ended = [full(param.detach()) for param in model.parameters()]
         if dist.get_rank() == 0:
             torch.save([ended, scaler.state_dict()], f"{folder}/{name}.pt")
     dist.barrier()
@@ -532,8 +606,10 @@ def save_and_go_on(folder):
 
 def resume(folder):
     """On as many ranks as there are; equal bits, where no block of codes ends with a shard."""
-    for name in RESUMED:
+    for i, name in enumerate(RESUMED):
         model, optimizer, scaler, dtype = _resumable(name)
+        if i % 2:  # somebody looked at it before
+            assert optimizer.last_step.skipped == 0
         weights, states = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
         checkpoint.load(saved, checkpoint_id=f"{folder}/{name}")
@@ -541,7 +617,7 @@ def resume(folder):
             model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
         )
         scaler.load_state_dict(saved["scaler"])
-        _train_on(model, optimizer, scaler, dtype, range(6, 12))
+        _train_on(model, optimizer, scaler, dtype, range(0 if name == "fresh" else 6, 12))
         expected, scale = torch.load(f"{folder}/{name}.pt")
         assert scaler.state_dict() == scale, name
         for one, param in zip(expected, model.parameters(), strict=True):

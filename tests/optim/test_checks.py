@@ -15,6 +15,7 @@ import stepping
 from ampfuse import amp, optim
 from ampfuse.amp.policy import make_policy
 from ampfuse.compat.apex.amp.scaler import LossScaler
+from ampfuse.optim.masters import MasterParameter
 from cases import (
     CODED,
     KINDS,
@@ -99,7 +100,7 @@ OPTIONS = {  # what they have to be, and what is not that
     "seed": ("an integer from 0 to", (-1, 2**32, "0", 1.5, None)),
     "ema_decay": (r"in \[0, 1\), or None", (1.0, -0.1, nan, "0.9", torch.ones(2))),
     "max_grad_norm": ("positive, or None", (0.0, -1, nan, "1", [1.0])),
-    "skip_nonfinite": ("True or False", ("yes", None, 0.5)),
+    "skip_nonfinite": ("True, False or None", ("yes", 2, 0.5)),
     "unscale_grads": ("True or False", ("no", None, 2)),
 }
 
@@ -119,6 +120,85 @@ def test_options_that_cannot_be(cls, name):
             setattr(optimizer, name, wrong)
         assert getattr(optimizer, name) == right
         train(optimizer)
+
+
+OF_THE_WHOLE = {
+    "master_weights": True,
+    "rounding": "stochastic",
+    "seed": 3,
+    "ema_decay": 0.9,
+    "max_grad_norm": 1.0,
+    "skip_nonfinite": True,
+    "unscale_grads": False,
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_WHOLE)
+@pytest.mark.parametrize("cls", [*ALL, torch.optim.AdamW])
+def test_options_of_the_whole_optimizer_in_a_group(cls, name):
+    """Of torch's under amp too, if the key came after `initialize`."""
+    value = OF_THE_WHOLE[name]
+    if (cls, name) == (torch.optim.AdamW, "master_weights"):
+        value = "split"  # True is what O5 says
+    message = rf"^{name}={value!r} stands in a parameter group.*constructor.*optimizer.{name}"
+    model = nn.Linear(3, 2)
+    optimizer = cls(model.parameters(), lr=0.1)
+    group = {"params": parameters(), name: value}
+    if cls is torch.optim.AdamW:
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    else:
+        with pytest.raises(ValueError, match=message):
+            cls([{"params": parameters()}, group], lr=0.1)
+    for steps in range(2):
+        with refused(optimizer, message):
+            optimizer.add_param_group(group)
+        optimizer.param_groups[0][name] = value
+        give_gradients(params_of(optimizer))
+        with refused(optimizer, message):
+            optimizer.step()
+        del optimizer.param_groups[0][name]
+        train(optimizer, [steps])
+
+
+def test_an_option_that_a_group_repeats():
+    """As ZeroRedundancyOptimizer has it do; it cannot go another way later."""
+    optimizer = optim.AdamW([{"params": parameters(), "ema_decay": 0.5}], ema_decay=0.5)
+    train(optimizer)
+    optimizer.param_groups[0]["ema_decay"] = 0.9
+    give_gradients(params_of(optimizer))
+    with refused(optimizer, r"^ema_decay=0\.9 stands in a parameter group"):
+        optimizer.step()
+    optimizer.ema_decay = 0.9
+    train(optimizer)
+
+
+RANGES = {
+    "lr": ("learning rate", (-1.0, nan, inf)),
+    "weight_decay": ("weight_decay value", (-1.0, nan)),
+    "momentum": ("momentum value", (-0.5, nan)),
+    "eps": ("epsilon value", (-1.0, nan)),
+    "betas": ("beta parameter at index 1", ((0.9, 1.0), (0.9, nan))),
+    "lr_decay": ("lr_decay value", (-1.0, nan)),
+    "dampening": ("dampening", (nan,)),
+}
+
+
+@every
+def test_ranges_in_groups(kind):
+    optimizer = make(kind, parameters())
+    for name in RANGES.keys() & optimizer.defaults.keys():
+        words, values = RANGES[name]
+        for value in values:
+            message = f"^Invalid {words}: "
+            with refused(optimizer, message):
+                optimizer.add_param_group({"params": parameters(), name: value})
+            right = optimizer.param_groups[0][name]
+            optimizer.param_groups[0][name] = value
+            give_gradients(params_of(optimizer))
+            with refused(optimizer, message):
+                optimizer.step()
+            optimizer.param_groups[0][name] = right
+            train(optimizer)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
@@ -207,6 +287,33 @@ def test_stochastic_weights_get_no_masters(masters):
         start(master_weights=masters)
     assert model.weight.dtype == f32
     start(master_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("level", "own", "given", "kept"),
+    [
+        ("O5", True, {}, "master_param"),
+        ("O5", "split", {}, "master_remainder"),
+        ("O2", "split", {"master_weights": "split"}, "master_remainder"),
+        ("O3", True, {}, "master_param"),
+        ("O1", True, {}, None),
+        ("O5", "split", {"master_weights": False}, None),
+        ("O5", True, {"master_weights": "split"}, "master_remainder"),
+    ],
+)
+def test_masters_that_the_constructor_was_told(level, own, given, kept):
+    model = nn.Linear(3, 2)
+    exact = model.weight.detach().clone()
+    optimizer = optim.AdamW(model.parameters(), master_weights=own)
+    start = functools.partial(amp.initialize, model, optimizer, opt_level=level, verbosity=0)
+    start(**given)
+    assert optimizer.master_weights == (given.get("master_weights", own) if kept else False)
+    assert (type(next(amp.master_params(optimizer))) is MasterParameter) == (kept == "master_param")
+    train(optimizer)
+    held = optimizer.state_dict()["state"][0]
+    assert ("master_param" in held) == (kept is not None)
+    if kept:
+        torch.testing.assert_close(held["master_param"], exact, rtol=0, atol=2e-3)
 
 
 # --- states --------------------------------------------------------------------------------------
@@ -326,6 +433,38 @@ def test_momentum_that_has_not_started(state):
     theirs.load_state_dict(copy.deepcopy(saved))
     ours = optim.SGD(copy.deepcopy(params_of(theirs)), lr=0.1, momentum=0.9)
     go_on_alike(saved, ours, theirs)
+
+
+AS_IF_OWN = [("adamw", "lamb"), ("lamb", "adamw")]  # the same states
+OTHERS = [(kind, saved) for kind in KINDS for saved in KINDS if saved != kind]
+
+
+@pytest.mark.parametrize("how", ["alone", "masters"])
+@pytest.mark.parametrize(("kind", "saved"), OTHERS)
+def test_the_state_of_another_optimizer(kind, saved, how):
+    """Refused in a sentence that names both, or what is missing; torch took SGD's for AdamW's."""
+    optimizer, other = trained(kind, how), trained(saved, "alone")
+    if {kind, saved} <= {"adam-all", "adamw"} or (kind, saved) in AS_IF_OWN:
+        return
+    of_each = rf"is of .*{type(other).__name__}.* which {type(optimizer).__name__} does not keep"
+    with refused(optimizer, rf"({of_each}|is missing in the state dict).*Nothing was loaded"):
+        optimizer.load_state_dict(other.state_dict())
+    train(optimizer)
+
+
+def test_what_a_class_of_somebody_keeps_beside_our_states():
+    class Noting(optim.SGD):
+        def step(self, closure=None):
+            result = super().step(closure)
+            for param in params_of(self):
+                self.state[param]["exp_avg"] = torch.ones(())
+            return result
+
+    optimizer = Noting(parameters(), lr=0.1, momentum=0.9)
+    train(optimizer)
+    again = Noting(parameters(), lr=0.1, momentum=0.9)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert again.state_dict()["state"][0]["exp_avg"] == 1
 
 
 def test_states_of_other_settings():

@@ -119,7 +119,7 @@ def test_hundreds_of_steps(name, dtype, larc, steps):
 
 def test_fp16_masters_end_at_65504(device):
     param = nn.Parameter(torch.tensor([65504.0, -65504, 65472, 1, 1, 1]).to(device, f16))
-    optimizer = optim.SGD([param], lr=1.0, master_weights="split")
+    optimizer = optim.SGD([param], lr=1.0, master_weights="split", skip_nonfinite=False)
     for _ in range(2):
         param.grad = torch.tensor([-8.0, 8, -3, inf, nan, -65504]).to(param)
         optimizer.step()

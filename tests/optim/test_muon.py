@@ -1,6 +1,7 @@
 """Muon: against torch's, against float64, and together with AdamW in one step."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -746,6 +747,41 @@ def test_rows_without_gradients_are_left_alone_and_copies_go_on():
     for i, (param, was) in enumerate(zip(params, before, strict=True)):
         assert torch.equal(param, was) == (i != 1)
     assert_same_bits(snapshot(twin), snapshot(optimizer))
+
+
+@pytest.mark.parametrize("driven", [False, True])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_step_whose_products_fail_changes_nothing(driven, clipped, monkeypatch):
+    """And made again it is the same step, clipped as it was to be."""
+
+    def steps(fails):
+        params, optimizer = both_kinds(skip_nonfinite=True)
+        scaler = ampfuse.GradScaler("cpu", init_scale=256.0)
+        scaler.scale(torch.zeros(()))
+        for step in range(3):
+            give_gradients(params, step, 256.0 if driven else 1.0)
+            if clipped and driven:
+                scaler.clip_grad_norm_(optimizer, 0.5)
+            elif clipped:
+                optimizer.clip_next_step(0.5)
+            call = functools.partial(scaler.step, optimizer) if driven else optimizer.step
+            if fails and step > 0:
+                before, held = snapshot(optimizer), [p.grad.clone() for p in params]
+                with monkeypatch.context() as patch:
+                    patch.setattr("ampfuse.optim.muon.orthogonalize", out_of_memory)
+                    with pytest.raises(MemoryError):
+                        call()
+                assert_same_bits(snapshot(optimizer), before)
+                assert all(map(torch.equal, held, [p.grad for p in params]))
+            call()
+            scaler.update() if driven else None
+        return optimizer
+
+    assert_same_bits(snapshot(steps(True)), snapshot(steps(False)))
+
+
+def out_of_memory(*args):
+    raise MemoryError
 
 
 def test_memory_report_says_what_a_step_takes():

@@ -209,7 +209,7 @@ def test_each_option_is_an_attribute_that_starts_at_its_default():
         "seed": 0,
         "ema_decay": None,
         "max_grad_norm": None,
-        "skip_nonfinite": False,
+        "skip_nonfinite": None,
         "unscale_grads": True,
     }
     given = {"max_grad_norm": 2.0, "skip_nonfinite": 1, "master_weights": 1, "unscale_grads": 0}

@@ -81,23 +81,39 @@ def test_a_skipped_first_step_leaves_no_trace(name, device):
 # --- who skips -----------------------------------------------------------------------------------
 
 
-def test_a_bad_value_propagates_as_in_torch_if_nothing_asks_to_skip(device):
+def test_a_bad_value_propagates_as_in_torch_if_nothing_is_to_skip(device):
     held = params(f32, device)
-    optimizer = make("adamw", held)
+    optimizer = make("adamw", held, skip_nonfinite=False)
     held[1].grad[5] = nan
     optimizer.step()
     assert optimizer.last_step.skipped == 0
+    assert optimizer.last_step.grad_norm is None
     assert held[1].isnan().nonzero().tolist() == [[5]]
     assert held[0].isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{"skip_nonfinite": True}, {"max_grad_norm": 1.0}])
-def test_options_that_ask_to_skip_make_a_bad_value_skip_the_step(options, device):
+@pytest.mark.parametrize(
+    "options", [{}, {"skip_nonfinite": True}, {"skip_nonfinite": False, "max_grad_norm": 1.0}]
+)
+def test_a_bad_value_skips_the_step(options, device):
     held = params(f32, device)
     optimizer = make("adamw", held, **options)
     train(optimizer)
+    norm = reference.norm([param.grad.cpu() for param in held])
+    assert float(optimizer.last_step.grad_norm) == pytest.approx(norm, rel=1e-6)
     held[1].grad[5] = inf
     assert_skips(optimizer)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_looking_for_bad_values_changes_no_bit(name, device):
+    held = params(bf16, device)
+    found = []
+    for skip in (False, None):
+        optimizer = make(name, copy.deepcopy(held), master_weights=True, skip_nonfinite=skip)
+        train(optimizer, range(3))
+        found.append(snapshot(optimizer))
+    assert_same_bits(*found)
 
 
 # --- the report ----------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ CASES = (
     "levels",
     "a_step_of_its_own",
     "ddp",
+    "gradients_between_passes",
     "accumulation_in_fsdp",
     "zero_redundancy",
 )

@@ -2,8 +2,9 @@
 // torch.optim.Muon.
 //
 // Two stages, with matrix products between them that are not this table's (see kScratch in op.h).
-// The first advances the momentum and leaves what is to be orthogonalized; the products write over
-// it what they make of it, times the factor that the shape asks of the rate; the second steps.
+// The first leaves what is to be orthogonalized, of the momentum that it computes and the second
+// computes again and stores; the products write over it what they make of it, times the factor that
+// the shape asks of the rate; the second steps. So nothing has changed if the products fail.
 #pragma once
 
 #include "core/metered.h"
@@ -25,18 +26,23 @@ struct MuonMaths : OptimizerOp<Self> {
   HD static void prepare(RowStep& step, RowCoef& c) {
     c.grad_weight = float(1 - step.hyper.momentum);
   }
+
+  // The momentum after this step. `g` is the gradient, `w` its weight.
+  template <class F>
+  HD F advanced(F (&x)[kLists], const F& g, const F& w) const {
+    return fma(w, g - x[kMomentumBuffer], x[kMomentumBuffer]);
+  }
 };
 
 struct MuonMomentumOp : MuonMaths<MuonMomentumOp> {
   static constexpr const char* kName = "muon_momentum";
   static constexpr unsigned kReads = kGradient | bit(kMomentumBuffer);
-  static constexpr unsigned kWrites = bit(kMomentumBuffer) | bit(kUnscaled) | bit(kScratch);
+  static constexpr unsigned kWrites = bit(kScratch);
 
   template <class F>
   HD void operator()(F (&x)[kLists]) const {
     const F g = step_gradient(x, c), w(c.grad_weight);
-    const F buffer = fma(w, g - x[kMomentumBuffer], x[kMomentumBuffer]);
-    x[kMomentumBuffer] = buffer;
+    const F buffer = advanced(x, g, w);
     x[kScratch] = c.flags & kNesterov ? fma(w, g - buffer, buffer) : buffer;
   }
 };
@@ -44,11 +50,13 @@ struct MuonMomentumOp : MuonMaths<MuonMomentumOp> {
 struct MuonOp : MuonMaths<MuonOp> {
   using Before = MuonMomentumOp;
   static constexpr const char* kName = "muon";
-  static constexpr unsigned kReads = kStepped | bit(kScratch);
-  static constexpr unsigned kWrites = kStepped | bit(kModel);
+  static constexpr unsigned kReads = kGradient | kStepped | bit(kMomentumBuffer) | bit(kScratch);
+  static constexpr unsigned kWrites = kLeft | bit(kMomentumBuffer);
 
   template <class F>
   HD void operator()(F (&x)[kLists]) const {
+    const F g = step_gradient(x, c);
+    x[kMomentumBuffer] = advanced(x, g, F(c.grad_weight));
     x[kParam] = fma(F(-c.lr), x[kScratch], x[kParam] * F(c.decay));
     leave(x);
   }

@@ -40,7 +40,7 @@ struct RowOp {
 //   Before     an op whose pass comes first, the first stage of the step: it measures norms that
 //              the second needs, or leaves something in kScratch
 //   kScratch   a list that is no state: whoever calls hands memory in, and works on it between the
-//              stages, as with matrix products
+//              stages, as with matrix products. That may fail, so Before writes nothing else
 //   kGradNorms whether the step needs the norm of each row's gradient
 //   kUnsigned  which of its states are never negative: 8-bit codes of them need no sign
 //   kPackable  whether its states may be such codes

@@ -22,11 +22,9 @@ Tensor of_rows(const Tensor& logits, int64_t each) {
   return at::empty_symint({logits.sym_size(0) * each}, logits.options().dtype(at::kFloat));
 }
 
-// What both passes take of a matrix; `target` and `weight` are made contiguous.
-NnArgs args_of(const Tensor& logits, Tensor& target, OptionalTensor& weight,
+// What both passes take of a matrix.
+NnArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
                const Tensor& weight_sum, int64_t ignore_index, double label_smoothing) {
-  target = target.contiguous();
-  if (given(weight)) weight = weight->contiguous();
   TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_contiguous(),
                     "logits have to be a contiguous matrix; they have shape ", logits.sizes(),
                     " and strides ", logits.strides());
@@ -58,14 +56,12 @@ void run(const Tensor& logits, const NnArgs& args) {
   scope.backend().run(nn_op<Op>(), args, scope.stream());
 }
 
-std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& any_target,
-                                     const OptionalTensor& any_weight, int64_t ignore_index,
+std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& target,
+                                     const OptionalTensor& weight, int64_t ignore_index,
                                      double label_smoothing) {
   using Op = CrossEntropyLoss;
   const Tensor losses = of_rows(logits, 1), lse = of_rows(logits, 2);
   if (logits.is_meta()) return {losses, lse};
-  Tensor target = any_target;
-  OptionalTensor weight = any_weight;
   const Tensor sum = sum_of(weight, label_smoothing);
   NnArgs args = args_of(logits, target, weight, sum, ignore_index, label_smoothing);
   if (logits.is_cpu()) {
@@ -83,8 +79,8 @@ std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& any_tar
 }
 
 // `out` may be the logits.
-void gradient_into_pass(const Tensor& gradient, const Tensor& logits, Tensor target,
-                        OptionalTensor weight, const Tensor& lse, int64_t ignore_index,
+void gradient_into_pass(const Tensor& gradient, const Tensor& logits, const Tensor& target,
+                        const OptionalTensor& weight, const Tensor& lse, int64_t ignore_index,
                         double label_smoothing, const Tensor& out) {
   using Op = CrossEntropyGradient;
   if (logits.is_meta()) return;

@@ -41,7 +41,7 @@ from ampfuse.amp.grad_scaler import GradScaler
 from ampfuse.amp.initialize import initialize
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.optim.inner import parameters
+from ampfuse.optim.inner import check_optimizer, parameters
 
 if TYPE_CHECKING:
     from ampfuse.doctor import advise
@@ -78,15 +78,19 @@ def __getattr__(name: str) -> Any:
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield what `optimizer` steps, in the order of its groups: FP32 masters where it has them.
+    """What `optimizer` steps, in the order of its groups: FP32 masters where it has them.
 
     After ``scale_loss`` their ``.grad`` is the unscaled gradient, so this is the set to clip.
     Masters have followed what was loaded into the model, or edited in it, since the last step.
+
+    Raises:
+        TypeError: `optimizer` is something else, such as the model.
     """
+    check_optimizer(optimizer, "amp.master_params(optimizer)")
     follow_edits = getattr(optimizer, "follow_edits", None)
     if follow_edits is not None:
         follow_edits()
-    yield from parameters(optimizer)
+    return parameters(optimizer)
 
 
 def cast_everywhere() -> None:
@@ -128,7 +132,11 @@ def clip_grad_norm_(optimizer: Optimizer, max_norm: float) -> Tensor:
 
     Returns:
         The norm of the unscaled gradients before clipping: float32, 0-dim, on the device.
+
+    Raises:
+        TypeError: `optimizer` is something else, such as the model's parameters.
     """
+    check_optimizer(optimizer, "amp.clip_grad_norm_(optimizer, max_norm)")
     if hasattr(optimizer, "clip_next_step"):
         return optimizer.clip_next_step(max_norm)
     return torch.nn.utils.clip_grad_norm_(master_params(optimizer), max_norm)

@@ -12,9 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +31,7 @@ from ampfuse.amp.policy import Policy
 from ampfuse.nn.forwards import WrappedForward, is_proxy, original_class
 from ampfuse.nn.forwards import eager_module as eager_module
 from ampfuse.optim.masters import HALF_DTYPES
-from ampfuse.optim.shards import is_sharded
+from ampfuse.optim.shards import is_sharded, local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,14 +229,46 @@ def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: boo
     for module in model.modules():
         if _is_loss(module):
             install(module, Casts(inputs=torch.float32))
-        keeps = _is_loss(module) or (keep_batchnorm_fp32 and is_affine_batch_norm(module))
-        to = torch.float32 if keeps else dtype
+        to = torch.float32 if _stays_float32(module, keep_batchnorm_fp32) else dtype
         cast_own_parameters(module, to)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != to:
                 module._buffers[name] = buffer.to(to)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+
+
+def _stays_float32(module: nn.Module, keep_batchnorm_fp32: bool) -> bool:
+    return _is_loss(module) or (keep_batchnorm_fp32 and is_affine_batch_norm(module))
+
+
+def warn_of_range(model: nn.Module, policy: Policy) -> None:
+    """Warn of finite parameters of which the cast to float16 will make inf. Waits once."""
+    largest = {
+        f"{prefix}.{name}" if prefix else name: torch.linalg.vector_norm(
+            local(param).detach(), math.inf
+        )
+        for prefix, module in eager_module(model).named_modules()
+        if not _stays_float32(module, bool(policy.keep_batchnorm_fp32))
+        for name, param in module._parameters.items()
+        if param is not None
+        and param.is_floating_point()
+        and local(param).numel()
+        and not param.is_meta
+    }
+    if not largest:
+        return
+    home = next(iter(largest.values())).device
+    values = torch.stack([norm.to(home, torch.float64) for norm in largest.values()]).tolist()
+    lost = [f"{k!r} ({v:g})" for k, v in zip(largest, values, strict=True) if 65520 <= v < math.inf]
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        warnings.warn(
+            f"float16 ends at 65504, and the cast of {policy.opt_level} makes inf of the largest "
+            f"values in {', '.join(lost[:3])}{more}. Use O5 or O4, whose BF16 has FP32's range, or "
+            "bring the weights into range before amp.initialize.",
+            stacklevel=4,
+        )
 
 
 def cast_own_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -280,6 +315,7 @@ def _state_dict_in_float32(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
     """Replace half entries: the module's own and, as its children have hooks, scripted ones."""
+    is_watched = False
     tensors = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -288,4 +324,27 @@ def _state_dict_in_float32(
         entry = state_dict.get(prefix + name)
         # keep_vars=True asks for the parameter itself.
         if isinstance(entry, Tensor) and entry.dtype in HALF_DTYPES and entry is not own:
-            state_dict[prefix + name] = entry.float()
+            state_dict[prefix + name] = copy = entry.float()
+            if not is_watched and copy.numel() <= _WATCHED and not copy.is_inference():
+                is_watched = True
+                _warn_if_written(module, own)
+                _latest_copy[module] = copy.detach(), own._version
+
+
+# Of a module, what a state dict had last of one small weight, and the version of that weight.
+_latest_copy: WeakKeyDictionary[nn.Module, tuple[Tensor, int]] = WeakKeyDictionary()
+_WATCHED = 1 << 16
+
+
+def _warn_if_written(module: nn.Module, weight: Tensor) -> None:
+    """Warn if somebody wrote to the latest copy, as if it were the weight, and loaded nothing."""
+    copy, version = _latest_copy.pop(module, (None, -1))
+    if copy is not None and copy._version > 0 and weight._version == version:
+        warnings.warn(
+            f"What was written into the state_dict() of this {type(module).__name__} is lost: the "
+            "model is half, and its state dict holds FP32 copies. A moving average of an "
+            "initialized model (timm's ModelEmaV3) stands still so: use ema_decay= of the "
+            "optimizer and swap_ema(), or make the average before amp.initialize. Otherwise call "
+            "load_state_dict with what you wrote.",
+            stacklevel=2,
+        )

@@ -439,10 +439,11 @@ def _nll_loss(
     source = getattr(log_softmax, "_memory", _NOTHING).source
     if not isinstance(source, _LogSoftmax) or target.dim() != 1 or log_softmax.dim() != 2:
         return NotImplemented
-    if target.dtype != torch.int64:
+    if target.dtype != torch.int64:  # torch takes uint8 too
         return NotImplemented
+    weight = None if weight is None else weight.contiguous()
     losses, source.lse = torch.ops.ampfuse.cross_entropy_loss(
-        source.rows, target, weight, ignore, 0.0
+        source.rows, target.contiguous(), weight, ignore, 0.0
     )
     if reduction == 0:
         return losses, losses.new_zeros(())
@@ -473,7 +474,8 @@ def _nll_loss_backward(
         like = torch.empty_like(source.rows, dtype=torch.float32)
         return func(gradient, like, target, weight, reduction, ignore, total)
 
-    memory = _Memory(None, make, (source, each, target, weight, ignore))
+    known = source, each, target.contiguous(), None if weight is None else weight.contiguous()
+    memory = _Memory(None, make, (*known, ignore))
     return Float32Output._over(memory, source.rows, 0)
 
 
@@ -522,11 +524,15 @@ _RULES: dict[Any, Callable[..., Any]] = {
 # --- what forward() of a model returns --------------------------------------------------------
 
 
+# Elements from which on memory matters more than the host's time.
+LEAST = 1 << 15
+
+
 def widen(outputs: Any, model: torch.nn.Module) -> Any:
     """`outputs` of `model` with the half tensors in it float32.
 
-    With FP32 memory at once where no gradient is wanted, where a tracer sees to it, and under
-    ``torch.func`` and forward-mode differentiation.
+    With FP32 memory at once where no gradient is wanted, where a tracer sees to it, under
+    ``torch.func`` and forward-mode differentiation, and where there is little of it.
     """
     at_once = (
         not torch.is_grad_enabled()
@@ -541,11 +547,11 @@ def widen(outputs: Any, model: torch.nn.Module) -> Any:
         if not isinstance(item, Tensor):
             _warn_of_unknown(item)
             return item
-        if type(item) is not Tensor or item.dtype not in HALF_DTYPES:
+        if item.dtype not in HALF_DTYPES:
             return item
-        if at_once or not item.requires_grad or _is_of_a_leaf(item) or item.numel() == 0:
+        if type(item) is not Tensor or item.layout is not torch.strided:  # a tracer's, a sparse one
             return item.float()
-        if item.layout is not torch.strided:
+        if at_once or not item.requires_grad or item.numel() < LEAST or _is_of_a_leaf(item):
             return item.float()
         return _Widen.apply(item if _is_dense(item) else item.clone())
 

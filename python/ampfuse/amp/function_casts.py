@@ -85,14 +85,24 @@ _installed = Replacements()
 
 
 def install_registered() -> None:
-    """Put the functions registered since the last call in place. Called by ``initialize``."""
+    """Put the functions registered since the last call in place, each once. For ``initialize``."""
     for module, name, decorate in _pending:
-        _installed.replace(module, name, decorate(getattr(module, name)))
+        function = getattr(module, name)
+        if getattr(function, "_amp_registered_by", None) is not decorate:
+            function = decorate(function)
+            function._amp_registered_by = decorate
+            _installed.replace(module, name, function)
     _pending.clear()
 
 
+def install_once(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:
+    """Have ``module.name`` be what `decorate` makes of it, unless something has taken its place."""
+    if (module, name) not in _installed:
+        _installed.replace(module, name, decorate(getattr(module, name)))
+
+
 def restore_registered() -> None:
-    """Undo all that :func:`install_registered` has done."""
+    """Put back what :func:`install_registered` and :func:`install_once` have replaced."""
     _installed.put_back()
 
 

@@ -13,7 +13,7 @@ from ampfuse import _core
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
 from ampfuse.optim.base import driven, takes_scale
 from ampfuse.optim.fused import is_fused
-from ampfuse.optim.inner import parameters
+from ampfuse.optim.inner import check_optimizer, parameters
 from ampfuse.optim.masters import HALF_DTYPES
 from ampfuse.uncompiled import uncompiled
 
@@ -97,6 +97,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        check_optimizer(optimizer, "scaler.step(optimizer)")
         if "closure" in kwargs:
             raise RuntimeError("A closure is not supported while GradScaler is enabled.")
         if not takes_scale(optimizer):
@@ -115,7 +116,7 @@ class GradScaler(torch.amp.GradScaler):
             # torch multiplies by a grad_scale that the user had set on the optimizer; so do we.
             of_user = getattr(optimizer, "grad_scale", None)
             grad_scale = scale if of_user is None else scale * of_user
-        with driven(optimizer, grad_scale=grad_scale, found_inf=found_inf):
+        with driven(optimizer, grad_scale=grad_scale, found_inf=found_inf, _scaler_is_ours=True):
             result = optimizer.step(*args, **kwargs)
         if found_inf is None:
             skipped = optimizer.last_step.skipped
@@ -145,7 +146,11 @@ class GradScaler(torch.amp.GradScaler):
 
         Returns:
             The norm of the unscaled gradients before clipping: float32, 0-dim, on the device.
+
+        Raises:
+            TypeError: `optimizer` is something else, such as the model's parameters.
         """
+        check_optimizer(optimizer, "scaler.clip_grad_norm_(optimizer, max_norm)")
         scale = None
         if self._enabled:
             current, _ = self._check_scale_growth_tracker("clip_grad_norm_")
@@ -167,6 +172,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Unscale and check every gradient; half ones of our optimizers become FP32."""
+        check_optimizer(optimizer, "scaler.unscale_(optimizer)")
         # torch allows FP16 where it only looks, for its own fused optimizers: the scale is 1 then.
         if allow_fp16 or not hasattr(optimizer, "unscale_gradients"):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

@@ -6,9 +6,11 @@ optimizers as they were.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -27,18 +29,24 @@ from ampfuse.amp.casts import (
     install,
     is_installed,
     save_in_float32,
+    warn_of_range,
 )
 from ampfuse.amp.function_casts import install_registered
-from ampfuse.amp.policy import Policy, make_policy, parse_switch
+from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
+from ampfuse.optim.checks import Rule, check
 from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.optim.shards import is_sharded
-from ampfuse.optim.upgrade import check_upgrade
+from ampfuse.optim.upgrade import FusedOptimizer, check_upgrade
 
 _log = logging.getLogger("ampfuse.amp")
+_CALL = 'The call is amp.initialize(model, optimizer, opt_level="O5").'
+_ENABLED = Rule(
+    lambda value: value in (True, False, None, "True", "False"), f"True or False. {_CALL}"
+)
 
 
 def initialize(
@@ -82,11 +90,12 @@ def initialize(
         keep_batchnorm_fp32: leave batch norms that have weights in FP32; bool or its string.
         master_weights: let the optimizers step FP32 copies of half parameters. ``"split"``: the
             copy is the half weight and 16 more bits, 2 bytes a parameter less, which only fused
-            optimizers step; see :class:`ampfuse.optim.Options`.
+            optimizers step; see :class:`ampfuse.optim.Options`. None: the kind that an optimizer
+            of ours was built with; without any, what the level says.
         loss_scale: a static scale (number or its string) or "dynamic".
         cast_model_outputs: cast the models' outputs to this type instead of FP32.
         num_losses: how many independent loss scalers to make, for ``scale_loss(..., loss_id=i)``.
-        verbosity: 0 silent; 1 logs the policy (logger "ampfuse.amp", level INFO); 2 also every
+        verbosity: 1 logs the policy (logger "ampfuse.amp", level INFO), 0 does not; 2 also every
             skipped step, for which the host waits for the device once per backward pass.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
             so that a persistent NaN cannot drive the scale to 0.
@@ -105,11 +114,13 @@ def initialize(
             parameters at a level that expects FP32 ones.
         TypeError: something that is no model or no optimizer; parameters of a type that the
             optimizers cannot step (float64, complex).
-        ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`.
+        ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`;
+            a level in the place of `enabled`.
 
     Masters start from the FP32 weights as they were before the cast, not from rounded ones. Several
     processes have to agree, and DistributedDataParallel hands on rounded weights, so there masters
-    start from those: call ``init_process_group`` before, or start with torchrun. A model
+    start from those, and the log says so: call ``init_process_group`` before, or start with
+    torchrun. ``WORLD_SIZE`` in the environment counts as several processes. A model
     that arrives in half precision is accepted where it is cast (O0, O2, O3, O5): its masters are
     exact copies, and a warning says that digits lost earlier are lost. At O1 and O4 the optimizer
     would step half parameters directly, where updates smaller than 1/2000 (FP16) or 1/250 (BF16) of
@@ -119,7 +130,8 @@ def initialize(
     """
     if not isinstance(verbosity, int):
         raise TypeError(f"verbosity must be 0, 1 or 2, not {verbosity!r}.")
-    if not (parse_switch("enabled", enabled) if isinstance(enabled, str) else enabled):
+    check("enabled", enabled, _ENABLED)
+    if enabled not in (True, "True"):
         return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
     policy = make_policy(
@@ -152,11 +164,23 @@ def initialize(
         ],
         verbosity=verbosity,
     )
-    return set_up(models, optimizers, session, allow_half=allow_incoming_model_not_fp32)
+    own_masters = master_weights is None
+    allow_half = allow_incoming_model_not_fp32
+    return set_up(models, optimizers, session, allow_half=allow_half, own_masters=own_masters)
 
 
-def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_half: bool) -> Any:
-    """The part of :func:`initialize` after its arguments have become a session."""
+def set_up(
+    models: Any,
+    optimizers: Any,
+    session: sessions.Session,
+    *,
+    allow_half: bool,
+    own_masters: bool = False,
+) -> Any:
+    """The part of :func:`initialize` after its arguments have become a session.
+
+    `own_masters`: optimizers that were built with masters keep their kind.
+    """
     policy, verbosity = session.policy, session.verbosity
     assert policy is not None
     model_list = _as_list(models, nn.Module, "models", "a torch.nn.Module")
@@ -168,14 +192,21 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
     _check_half_parameters(model_list, policy, allow_half)
     if len(set(map(id, optimizer_list))) < len(optimizer_list):
         raise RuntimeError("The same optimizer is listed twice.")
-    for optimizer in optimizer_list:
-        check_upgrade(optimizer, policy.master_weights or False)
+    masters = [policy.master_weights or False] * len(optimizer_list)
+    for i, stepper in enumerate(with_inner(optimizer)[-1] for optimizer in optimizer_list):
+        if own_masters and policy.model_is_low_precision and isinstance(stepper, FusedOptimizer):
+            masters[i] = stepper.master_weights or masters[i]
+    for optimizer, kind in zip(optimizer_list, masters, strict=True):
+        check_upgrade(optimizer, kind)
         _check_optimizer(optimizer, policy, names)
     if verbosity >= 1:
         _log.info("%s", policy)
+    _warn_of_strangers(model_list, optimizer_list, names)
+    for model in model_list if policy.weights_type is torch.float16 else ():
+        warn_of_range(model, policy)
 
     exact = {}
-    if policy.master_weights and not _trains_with_others():
+    if any(masters) and not _trains_with_others():
         exact = _float32_values(optimizer_list, policy)
     for model in model_list:
         if policy.fuse:
@@ -187,7 +218,7 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             cast_model(eager_module(model), policy.weights_type, keep_batchnorm_fp32=keep)
             save_in_float32(eager_module(model))
         install(model, Casts.of(policy))
-    for optimizer in optimizer_list:
+    for optimizer, kind in zip(optimizer_list, masters, strict=True):
         before = list(parameters(optimizer))
         # A checkpoint loaded before this call brought masters, which the weights only round.
         for inner in with_inner(optimizer):
@@ -195,13 +226,13 @@ def set_up(models: Any, optimizers: Any, session: sessions.Session, *, allow_hal
             for parameter in before:
                 if "master_param" in state.get(parameter, ()):
                     exact.pop(id(parameter), None)
-        masters = policy.master_weights or False
-        upgrade(optimizer, master_weights=masters, names=names)
+        upgrade(optimizer, master_weights=kind, names=names)
         optimizer.skip_on_overflow = policy.is_dynamic
+        optimizer.skip_by_default = policy.opt_level in ("O4", "O5")
         optimizer._amp_session = session
         # A master starts from the weight as it was before the cast, which the half weight rounds.
         for original, master in zip(before, parameters(optimizer), strict=True):
-            if id(original) in exact and original.dtype in HALF_DTYPES:
+            if kind and id(original) in exact and original.dtype in HALF_DTYPES:
                 state = optimizer.state[master] if is_sharded(master) else {}
                 optimizer.restore_master(master, state, exact[id(original)])
     no_sync.watch()
@@ -226,13 +257,10 @@ def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
 def _as_list(value: Any, kind: type, name: str, article: str) -> list[Any]:
     """`value` as a list of `kind`s. Raises TypeError for anything else."""
     items = [value] if isinstance(value, kind) else value
-    if not isinstance(items, (list, tuple)):
-        raise TypeError(
-            f"{name} must be {article}, or a list or tuple of them; got {type(value).__name__}."
-        )
-    for item in items:
+    for item in items if isinstance(items, (list, tuple)) else [value]:
         if not isinstance(item, kind):
-            raise TypeError(f"{name} holds a {type(item).__name__}; expected {article}.")
+            must = f"{name} must be {article}, or a list or tuple of them"
+            raise TypeError(f"{must}; got {type(item).__name__}. {_CALL}")
     return list(items)
 
 
@@ -307,17 +335,73 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
                 )
 
 
+def _warn_of_strangers(
+    models: list[nn.Module], optimizers: list[Optimizer], names: dict[int, str]
+) -> None:
+    """Warn of parameters in an optimizer that are most likely former ones of a model.
+
+    Some of the models' have to be in no optimizer. Then an optimizer is told of that has none of
+    theirs, if none has or its own have the shapes of a model's; or that has some which no module
+    or variable holds any more. Others may be of a loss, or of a model that amp does not know.
+    """
+    held = [[p for one in with_inner(each) for p in parameters(one)] for each in optimizers]
+    stepped = {id(param) for params in held for param in params}
+    own = [list(eager_module(model).parameters()) for model in models]
+    left_out = [p for listed in own for p in listed if p.requires_grad and id(p) not in stepped]
+    if not left_out:
+        return
+    shapes = [[p.shape for p in listed] for listed in own if stepped.isdisjoint(map(id, listed))]
+    for optimizer, params in zip(optimizers, held, strict=True):
+        strangers = [param for param in params if id(param) not in names]
+        is_other = len(strangers) == len(params) > 0 and (
+            stepped.isdisjoint(names) or [p.shape for p in parameters(optimizer)] in shapes
+        )
+        if is_other or _some_is_forgotten(strangers):
+            _log.warning(
+                "%s holds %d parameter(s) that no model given to amp.initialize has, and no "
+                "optimizer holds %r (%d such in all), which stays as it is. Was the optimizer made "
+                "before a copy, or before a change that replaced parameters (weight_norm, "
+                "to_empty, load_state_dict(assign=True), fully_shard, a new layer)? Make it from "
+                "model.parameters() just before amp.initialize. If that is meant, freeze what is "
+                "not trained: requires_grad_(False).",
+                type(optimizer).__name__,
+                len(strangers),
+                names[id(left_out[0])],
+                len(left_out),
+            )
+
+
+def _some_is_forgotten(params: list[Tensor]) -> bool:
+    """Whether no module, object or script has a name for one: only an optimizer's lists hold it."""
+    if not params or gc.get_freeze_count():  # then there may be names that nobody finds
+        return False
+    holders = [h for h in gc.get_referrers(*params) if not isinstance(h, _OF_OPTIMIZERS)]
+    return not set(map(id, params)) <= set(map(id, gc.get_referents(*holders)))
+
+
+_OF_OPTIMIZERS = (list, tuple, defaultdict)  # groups, and the state
+
+
 def _trains_with_others() -> bool:
     """Whether other processes train the same model.
 
     DistributedDataParallel gives all of them the first one's weights, which are half then. Masters
     that start from them are equal; one that kept digits of its own FP32 weight would drift away.
-    Before there is a process group, torchrun's environment tells.
+    Before there is a process group, torchrun's environment tells; the log says what was found.
     """
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size() > 1
-    return os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+    is_sure = distributed.is_available() and distributed.is_initialized()
+    size = distributed.get_world_size() if is_sure else os.environ.get("WORLD_SIZE") or "1"
+    if str(size) == "1":
+        return False
+    _log.log(
+        logging.INFO if is_sure or "TORCHELASTIC_RUN_ID" in os.environ else logging.WARNING,
+        "Masters start from the rounded weights, as DistributedDataParallel hands those on: %s "
+        "says that %s processes train. Alone they start from the FP32 weights, so numbers differ.",
+        "the process group" if is_sure else "WORLD_SIZE in the environment",
+        size,
+    )
+    return True
 
 
 def _float32_values(optimizers: list[Any], policy: Policy) -> dict[int, Tensor]:

@@ -81,8 +81,13 @@ def _earlier_gradients(optimizer: Any, rows: list[int], model: Any) -> Iterator[
         share([flags], [model.process_group])
         have = flags.tolist()
     for row, has in zip(rows, have, strict=True):
-        if has:
-            yield table.gradients.accumulated(row, make=True)
+        if not has:
+            continue
+        if model.find_unused_parameters:  # DDP looks for a gradient where earlier passes left one
+            half = table.model(row)
+            leaf = table.param(row) if half is None else half
+            table.gradients.assign(leaf, torch.zeros_like(leaf))
+        yield table.gradients.accumulated(row, make=True)
 
 
 def _average(tensors: list[Tensor], group: Any) -> None:

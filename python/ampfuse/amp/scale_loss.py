@@ -8,10 +8,11 @@ them and inspected, and the scale adapts. All of it is enqueued on the device; n
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,31 @@ from torch.optim import Optimizer
 from ampfuse.amp import cast_state, no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.optim.inner import check_optimizer, is_empty
 from ampfuse.uncompiled import uncompiled
 
 _log = logging.getLogger("ampfuse.amp")
+_CALL = "amp.scale_loss(loss, optimizer)"
+P = ParamSpec("P")
+
+
+class _Block(contextlib._GeneratorContextManager[Tensor]):
+    """What ``scale_loss`` returns: for a ``with`` statement, and not itself a loss."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"amp.scale_loss is a context manager, which has no {name!r}. Write "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`."
+        )
+
+
+def loss_block(function: Callable[P, Any]) -> Callable[P, _Block]:
+    """``contextlib.contextmanager``, whose result says so where the ``with`` was left out."""
+    return functools.wraps(function)(lambda *args, **kwargs: _Block(function, args, kwargs))
 
 
 @uncompiled
-@contextlib.contextmanager
+@loss_block
 def scale_loss(
     loss: Tensor,
     optimizers: Optimizer | Sequence[Optimizer],
@@ -46,8 +65,8 @@ def scale_loss(
         optimizers: one or several; every optimizer whose parameters this pass gives gradients to.
         loss_id: which of the ``num_losses`` scalers of ``initialize`` to use.
         model: ignored, as in apex.
-        delay_unscale: leave the gradients scaled; a later pass, or the step, unscales them. Saves
-            little here, since accumulation is right without it.
+        delay_unscale: leave it to the next pass to adapt the scale to an overflow of this one.
+            Gradients read unscaled, and accumulation is right, without it and with it.
         delay_overflow_check: neither look for overflow in this pass nor adapt the scale.
 
     Yields:
@@ -60,11 +79,8 @@ def scale_loss(
 
     Source: the semantics of ``apex.amp.scale_loss``.
     """
-    if isinstance(loss, Optimizer) or isinstance(optimizers, Tensor):
-        raise TypeError(
-            "The arguments of scale_loss are swapped: it takes the loss first, "
-            "amp.scale_loss(loss, optimizer)."
-        )
+    if isinstance(loss, Optimizer):
+        check_optimizer(optimizers, _CALL)
     session, optimizers = session_and_optimizers(optimizers)
     if session.policy is None:
         yield loss
@@ -76,6 +92,7 @@ def scale_loss(
             f"loss_id={loss_id}, but initialize made {len(session.loss_scalers)} loss scaler(s). "
             "Pass num_losses to amp.initialize; ids count from 0."
         )
+    optimizers = list[Any](each for each in optimizers if not is_empty(each))
     for optimizer in optimizers:
         if optimizer.in_backward:
             raise RuntimeError(
@@ -108,18 +125,15 @@ def scale_loss(
 
 def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Any]]:
     """What ``scale_loss`` works with. Where amp is off, `optimizers` may be anything."""
-    if isinstance(optimizers, Optimizer):
-        optimizers = [optimizers]
-    if not isinstance(optimizers, Iterable):
-        session = sessions.latest()
-        if session.enabled:
-            raise TypeError(
-                "scale_loss takes the optimizer, or a list of the optimizers, that get gradients "
-                f"from this loss; got {type(optimizers).__name__}."
-            )
-        return session, []
-    listed = list(optimizers)
-    return sessions.of_optimizers(listed) if listed else sessions.latest(), listed
+    ones = (Optimizer, nn.Module, Tensor)
+    is_one = isinstance(optimizers, ones) or not isinstance(optimizers, Iterable)
+    listed = [optimizers] if is_one else list(optimizers)
+    try:
+        return sessions.of_optimizers(listed) if listed else sessions.latest(), listed
+    except RuntimeError:
+        for one in listed:
+            check_optimizer(one, _CALL)
+        raise
 
 
 @contextlib.contextmanager
@@ -142,30 +156,62 @@ def scaled_pass(
     delay_overflow_check: bool,
 ) -> Iterator[Tensor]:
     """One backward pass of `optimizers` with `scaler`; see :func:`scale_loss`."""
-    check = scaler.dynamic and not (delay_unscale or delay_overflow_check)
+    check = scaler.dynamic and not delay_overflow_check
     scale = scaler.snapshot(loss.device)  # that of this pass, whatever another one does meanwhile
+    begun: list[Any] = []
+    left = counts = False
+    watch = _Watch()
     try:
         for optimizer in optimizers:
             optimizer.begin_backward()
+            begun.append(optimizer)
         groups = no_sync.average_earlier(optimizers)
-        yield loss.float() * scale
+        scaled = loss.float() * scale
+        if scaled.requires_grad:
+            scaled.register_hook(watch)
+        yield scaled
+        for optimizer in begun[1:]:  # all take the pass in, or none
+            optimizer.check_gradients()
+        while begun:
+            left |= (of_this := begun[0].end_backward(scale, check, delay_unscale))
+            # FSDP keeps gradients until a pass that it synchronises. They carry the scale, which
+            # must not change between.
+            counts |= of_this or not begun[0].has_shards
+            del begun[0]
     except BaseException:
-        for optimizer in optimizers:
+        for optimizer in begun:
             optimizer.cancel_backward()
         raise
-    counts = False
-    for optimizer in optimizers:
-        if delay_unscale:
-            optimizer.mark_backward(scale)
-        else:
-            counts |= optimizer.end_backward(scale, check)
-    if counts and not delay_overflow_check:
+    finally:
+        watch.is_over = True
+    if left and scaled.requires_grad and not watch.was_used:
+        warnings.warn(
+            "The gradients of this scale_loss block did not come from the scaled loss, and are "
+            "divided by the loss scale all the same. Call backward() of what scale_loss yields: "
+            "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
+            stacklevel=5,
+        )
+    if counts and not (delay_unscale or delay_overflow_check):
         # The scale reacts to this pass alone; a step skips after any overflow since the last step.
         of_pass = [optimizer.pass_found_inf_flag for optimizer in optimizers]
         since_step = [optimizer.found_inf_flag for optimizer in optimizers]
         if groups and check:
             no_sync.share([*of_pass, *since_step], groups)
         scaler.update(of_pass, since_step)
+
+
+class _Watch:
+    """A hook of the scaled loss: does its backward pass come, and within the block?"""
+
+    was_used = is_over = False
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.was_used = True
+        if self.is_over:
+            raise RuntimeError(
+                "backward() of a scaled loss after its scale_loss block, where nothing would "
+                "unscale the gradients. Call scaled_loss.backward() inside the with block."
+            )
 
 
 def _warn_of_missing_casts(level: str) -> None:

@@ -39,8 +39,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if not args.module and not os.path.exists(args.script):
         parser.error(f"there is no file {args.script}")
 
-    from ampfuse.doctor.report import Report
-    from ampfuse.doctor.session import fill
+    from ampfuse.doctor.report import Report, fill
     from ampfuse.doctor.watch import Watch
 
     process = os.getpid()

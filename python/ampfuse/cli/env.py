@@ -110,11 +110,7 @@ def _compilers() -> Facts:
 def _driver() -> Facts:
     asked = "--query-gpu=name,compute_cap,memory.total,driver_version"
     listing = _output_of("nvidia-smi", asked, "--format=csv,noheader").splitlines()
-    cuda = re.search(r"CUDA Version:\s*([\d.]+)", _output_of("nvidia-smi"))
-    return {
-        "nvidia-smi": "; ".join(listing),
-        "newest CUDA of the driver": cuda[1] if cuda else "unknown",
-    }
+    return {"nvidia-smi": "; ".join(listing)}
 
 
 def _variables() -> Facts:

@@ -64,7 +64,7 @@ def _torch() -> Facts:
 
     found: Facts = {
         "running": str(torch.__version__),
-        "CUDA build": torch.version.cuda or "no",
+        "built for": _platform(),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "CUDA available": torch.cuda.is_available(),
@@ -72,6 +72,16 @@ def _torch() -> Facts:
     if torch.cuda.is_available():
         found["cuDNN"] = torch.backends.cudnn.version()
     return found
+
+
+def _platform() -> str:
+    """What torch is built for."""
+    import torch
+
+    if torch.version.hip or torch.version.cuda:
+        return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    device = torch.accelerator.current_accelerator()
+    return "CPUs" if device is None else device.type.upper()
 
 
 def _extension() -> Facts:
@@ -89,35 +99,63 @@ def _extension() -> Facts:
 def _gpus() -> Facts:
     import torch
 
-    try:
-        from ampfuse import _core
-
-        archs = _core.C.cuda_archs()
-    except ImportError:  # told in the section of the extension; the GPUs are there all the same
-        archs = []
     found: Facts = {}
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(i)
-        capability = (properties.major, properties.minor)
-        arch = covering_arch(archs, capability)
+        arch, problem = _arch_or_problem(i)
         found[f"GPU {i}"] = (
-            f"{properties.name}, sm_{properties.major}{properties.minor}, "
-            f"{properties.total_memory / 2**30:.1f} GiB: "
-            + (f"runs ampfuse's {arch}" if arch else "NOT COVERED by what was built")
-            + ("" if capability >= (8, 0) else "; BF16 is emulated")
+            f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB: "
+            + (f"NOT USED: {problem}" if problem else f"runs ampfuse's {arch}")
+            + ("" if problem or properties.major >= 8 else "; BF16 is emulated: use O1 or O2")
         )
-    return found or {"GPUs": "none that torch can use"}
+    if not found:
+        try:
+            torch.cuda.init()
+            why = "CUDA_VISIBLE_DEVICES may hide them"
+        except Exception as error:  # torch's own words for a driver that is missing or too old
+            why = str(error)
+        found["GPUs"] = f"none that torch can use: {_other_build() or why}"
+    return found
+
+
+def _other_build() -> str | None:
+    """Why no GPU can be used, and what to do, where torch is no CUDA build; None where it is."""
+    if (platform := _platform()).startswith("CUDA"):
+        return None
+    kernels = "ampfuse has kernels for NVIDIA GPUs and CPUs"
+    return (
+        f"torch is built for {platform}, and {kernels}: install a CUDA build, or train on the CPU"
+    )
+
+
+def _arch_or_problem(i: int) -> tuple[str | None, str | None]:
+    """Which of ampfuse's architectures the GPU `i` of torch runs; or why none, and what to do."""
+    import torch
+
+    if problem := _other_build():
+        return None, problem
+    try:
+        from ampfuse import _core
+    except ImportError as error:
+        return None, str(error)
+    archs, (major, minor) = _core.C.cuda_archs(), torch.cuda.get_device_capability(i)
+    if arch := covering_arch(archs, (major, minor)):
+        return arch, _core.driver_problem(*_core.C.cuda_versions())
+    return None, (
+        f"it is sm_{major}{minor}, and ampfuse was built for {' '.join(archs) or 'CPUs'}; use such "
+        "a GPU, or compile ampfuse by an nvcc that knows this one: AMPFUSE_CUDA=ON pip install "
+        "--force-reinstall --no-deps --no-binary ampfuse ampfuse"
+    )
 
 
 def _steps() -> Facts:
     """One small AdamW step on each device: being loaded is not yet working."""
     import torch
 
-    from ampfuse import _core, optim
+    from ampfuse import optim
 
-    devices = ["cpu"]
-    if _core.C.cuda_built() and torch.cuda.is_available():
-        devices += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = ["cpu", *(f"cuda:{i}" for i in range(count) if _arch_or_problem(i)[1] is None)]
     found: Facts = {}
     for device in devices:
         try:

@@ -4,15 +4,13 @@
 ``advise``   trains copies at each level and recommends one
 
 Of ``examine``: ``watch`` times and profiles some steps, ``trace`` reads the profile, ``timeline``
-gives each microsecond to one of the ``kinds`` of work, ``rules`` say what would pay, and
-``session`` makes the ``report``. Of ``advise``: ``trainings`` are the copies, ``levels`` compares
-them.
+sums its time by the ``kinds`` of work, ``rules`` say what would pay, and ``report`` has it all. Of
+``advise``: ``trainings`` are the copies, ``levels`` compares them.
 """
 
 from __future__ import annotations
 
 from ampfuse.doctor.levels import Advice, advise
-from ampfuse.doctor.report import Report
-from ampfuse.doctor.session import examine
+from ampfuse.doctor.report import Report, examine
 
 __all__ = ["Advice", "Report", "advise", "examine"]

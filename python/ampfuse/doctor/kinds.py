@@ -26,10 +26,6 @@ LABELS = {
 # What is inside these belongs to them, whatever it is; but for the closure of an optimizer's step.
 ENCLOSING = frozenset({"data", "optimizer", "communication"})
 
-# An operation of the CPU that takes less is mostly its own launch. Torch's dispatcher and the
-# allocation of a result take 1 to 5 us on CPUs of the last ten years.
-SMALL_US = 10.0
-
 _MATRIX = (
     r"(addmm|mm|bmm|baddbmm|addbmm|mv|addmv|dot|_addmm_activation|_(scaled|grouped|int)_mm|"
     r"mkldnn_(linear|convolution|rnn)\w*|convolution_backward\w*|(cudnn|miopen)_(conv|depthwise)\w*|"
@@ -81,11 +77,7 @@ def kind_on_host(event: Event) -> str:
     if event.parent and event.parent.kind in ENCLOSING and event.name != CLOSURE:
         return event.parent.kind
     kind = kind_by_name(event)
-    if kind in ENCLOSING or kind in ("sync", "scaling"):
-        return kind
-    if event.self_us < SMALL_US:
-        return "host"
-    if kind == "memory" and not event.is_leaf and event.self_us < event.duration / 2:
+    if kind == "memory" and event.self_us < event.duration / 2:
         return "host"  # it calls others that do the work
     return kind
 

@@ -76,8 +76,8 @@ def advise(
         TypeError, ValueError: an argument is not as above; or the training does not work, or has no
             finite loss, in FP32. What fails at another level is part of the advice.
     """
-    levels = tuple(dict.fromkeys(levels))
-    check_types(model, optimizer)
+    levels = (levels,) if isinstance(levels, str) else tuple(dict.fromkeys(levels))
+    check_types(model, optimizer, "amp.advise(model, loss_function, batch, optimizer)")
     _check(model, optimizer, levels, seconds=seconds, steps=steps, seeds=seeds)
     model = eager_module(model)
     device = next(model.parameters()).device

@@ -5,7 +5,6 @@ Each rule is a row of `RULES`: what to do, where it applies, and what part of wh
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from ampfuse import hardware
 from ampfuse.doctor.kinds import HALVES, precision
-from ampfuse.doctor.report import Operation
+from ampfuse.doctor.timeline import Operation
 from ampfuse.insight.findings import Finding
 from ampfuse.optim.fused import FUSED
 
@@ -30,8 +29,7 @@ class Case:
         ms: by kind of work; they sum up to `step_ms`.
         operations: the longest first.
         optimizers: the types of those that step.
-        workers: of the DataLoader; None if there is no DataLoader.
-        paging_ms: of a step, in which the operating system makes pages of memory.
+        workers: whether the DataLoader has some; None if there is no DataLoader.
     """
 
     device: torch.device
@@ -39,8 +37,7 @@ class Case:
     ms: dict[str, float]
     operations: list[Operation]
     optimizers: Collection[type[Optimizer]] = ()
-    workers: int | None = None
-    paging_ms: float = 0.0
+    workers: bool | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -101,7 +98,7 @@ RULES = (
     Rule(_LOAD, "prepare batches in a torch.utils.data.DataLoader with num_workers, not in the "
          "loop", lambda case: case.workers is None, _of("data")),
     Rule(_LOAD, "DataLoader(num_workers=..., persistent_workers=True): one for each core, more if "
-         "they wait for files", lambda case: case.workers == 0, _of("data")),
+         "they wait for files", lambda case: case.workers is False, _of("data")),
     Rule("faster loading", "more num_workers, if there are cores or they wait for files; cheaper "
          "transforms", lambda case: bool(case.workers), _of("data")),
     # Half as many bytes; units for half precision gain more, and small products less.
@@ -109,17 +106,11 @@ RULES = (
     Rule("FP16 (O2)", _INITIALIZE.format("O2"), _half_pays("FP16"), _full, 0.5),
     Rule("channels_last", "model.to(memory_format=torch.channels_last), and the images too: in "
          "half precision convolutions are made for it", _has_half_images_with_channels_first, None),
-    # Of FP32 weights on a CPU torch's default takes 3.6 to 5 times as long, its fused=True 0.9 to
-    # 1.9 times (benchmarks/results/step_*.csv).
     Rule("fused optimizer", "the one of the same name in ampfuse.optim, or opt_level O0: one pass "
          "over all parameters", lambda case: not FUSED.keys().isdisjoint(case.optimizers),
          _of("optimizer"), 0.5),
     Rule("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
          "optimizer, batch): a CUDA graph", lambda case: case.on_gpu, _of("host")),
-    # Of a GPT's step under torch.amp a fifth: large tensors' pages are given back and cleared anew.
-    Rule("memory kept from step to step", "set MALLOC_TRIM_THRESHOLD_=4000000000 and "
-         "MALLOC_MMAP_MAX_=0 in the environment: glibc returns what large tensors leave otherwise",
-         lambda case: not case.on_gpu and sys.platform == "linux", lambda case: case.paging_ms),
     Rule("fewer and larger operations", "larger batches; torch.compile(model)",
          lambda case: not case.on_gpu, _of("host")),
     Rule("less Python in a step", "the script's own Python (numpy, logging, files) holds up the "

@@ -6,28 +6,18 @@ the thread of the training does: the innermost operation, or Python between oper
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ampfuse.doctor.kinds import (
-    ENCLOSING,
-    kind_by_name,
-    kind_on_device,
-    kind_on_host,
-    precision,
-    units,
-)
-from ampfuse.doctor.trace import BEGIN, STEP, Event, Trace
+from ampfuse.doctor.kinds import kind_by_name, kind_on_device, kind_on_host, precision, units
+from ampfuse.doctor.trace import STEP, Event, Trace
 
 # Python between two operations takes tens of microseconds per call of a module. A longer pause is
 # the script's own work: numpy, files, a generator that makes the next batch.
 _PAUSE_US = 200.0
-# The profiler needs 1 to 5 us for each operation that it writes down; a larger difference to the
-# time without it has other causes, and is spread over all.
-_MOST_PER_EVENT_US = 6.0
 # Of a GPU's work what moves data shows where nothing else runs.
 _TRANSFERS = frozenset({"communication", "data", "sync"})
 
@@ -47,59 +37,66 @@ class Piece:
 
 
 @dataclass
+class Operation:
+    """Calls of one operation with equal inputs, in a step.
+
+    Attributes:
+        event: one of the calls.
+    """
+
+    name: str
+    kind: str
+    event: Event
+    calls: float = 0.0
+    ms: float = 0.0
+
+    @property
+    def shapes(self) -> str:
+        """Those of the tensors that it was given: ``"100x509, 509x1021"``."""
+        dims = (dims for dims in self.event.dims if dims and all(isinstance(n, int) for n in dims))
+        return ", ".join("x".join(map(str, sizes)) for sizes in dims)
+
+
+@dataclass
 class Timeline:
     """The profiled steps.
 
     Attributes:
         steps: begin and end of each.
         pieces: all that is between the first begin and the last end, without gaps.
-        scale: what a microsecond of each kind took without the profiler.
     """
 
     steps: list[tuple[float, float]]
     pieces: list[Piece]
-    scale: dict[str, float]
 
-    def us(self, piece: Piece) -> float:
-        """Microseconds of `piece`, on average of a step without the profiler."""
-        return piece.duration * self.scale[piece.kind] / len(self.steps)
+    def share(self, piece: Piece) -> float:
+        """The part of the profiled time, 0 to 1, that `piece` takes."""
+        return piece.duration / (self.steps[-1][1] - self.steps[0][0])
 
 
-def lay_out(trace: Trace, step_ms: float, measured: Mapping[str, float] = {}) -> Timeline | None:
-    """The timeline of `trace`; its steps took `step_ms` without the profiler.
+def lay_out(trace: Trace) -> Timeline | None:
+    """The timeline of `trace`; None if no whole step was profiled.
 
-    `measured` is what a clock said of kinds, in ms. Profiled steps may have other times: waits for
-    a DataLoader come in bursts; and the profiler's own memory changes how often the temporaries of
-    an optimizer are fresh pages, which can double its time.
-
-    None if no whole step was profiled.
+    A step is from the end of one optimizer step to the end of the next.
     """
-    marks = [event for event in trace.host if event.name in (BEGIN, STEP)]
+    marks = [event for event in trace.host if event.name == STEP]
     if len(marks) < 2:
         return None
-    thread = marks[0].thread
-    steps = [(a.end, b.end) for a, b in pairwise(mark for mark in marks if mark.thread == thread)]
-    steps = steps[1:] or steps  # the first one pays for the profiler's start
+    steps = [(before.end, mark.end) for before, mark in pairwise(marks)]
     begin, end = steps[0][0], steps[-1][1]
-    threads: dict[object, list[Event]] = {thread: []}  # the first one has priority
+    threads: dict[object, list[Event]] = {marks[0].thread: []}  # the first one has priority
     for event in trace.host:
         event.kind = kind_on_host(event)
         threads.setdefault(event.thread, []).append(event)
     # Autograd runs the backward pass of a GPU on a thread of its own, gloo communicates on another.
     pieces = _on_host(list(threads.values()), begin, end)
-    starts = (event.start for event in threads[thread] if _is_work(event))
+    starts = (event.start for event in threads[marks[0].thread] if _is_work(event))
     _find_pauses(pieces, steps, sorted([*trace.forward, *starts]))
-    us = {kind: ms * 1e3 * len(steps) for kind, ms in measured.items()}
     if trace.device:
         for event in trace.device:
             event.kind = kind_on_device(event)
         pieces = _on_device(trace.device, pieces, begin, end)
-        us.pop("optimizer", None)  # a GPU works on when the clock has stopped
-    if us.get("data") and not any(piece.kind == "data" for piece in pieces):
-        pieces.append(Piece(end, end + 1.0, "data", None))  # to be scaled
-    recorded = [event for event in trace.host if begin <= event.start < end]
-    scale = _without_profiler(pieces, recorded, step_ms * 1e3 * len(steps), us)
-    return Timeline(steps, pieces, scale)
+    return Timeline(steps, pieces)
 
 
 def detail(piece: Piece) -> str:
@@ -107,6 +104,25 @@ def detail(piece: Piece) -> str:
     if piece.kind != "matrix" or piece.event is None:
         return ""
     return f"{precision(piece.event) or 'integers'}, {units(piece.event)}"
+
+
+def operations_of(timeline: Timeline, step_ms: float) -> list[Operation]:
+    """The operations of a step, longest first."""
+    found: dict[tuple[str, str, str], Operation] = {}
+    calls: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+    for piece in timeline.pieces:
+        event, kind = piece.event, piece.kind
+        if event is None or event.name == STEP or kind in ("host", "data", "python"):
+            continue
+        source = event.parent if event.category == "kernel" and event.parent else event
+        key = source.name, repr((source.dims, source.strides, source.types)), kind
+        if key not in found:
+            found[key] = Operation(source.name, kind, source)
+        found[key].ms += timeline.share(piece) * step_ms
+        calls[key].add(id(source))
+    for key, op in found.items():
+        op.calls = len(calls[key]) / len(timeline.steps)
+    return sorted(found.values(), key=lambda op: -op.ms)
 
 
 def _sweep(
@@ -190,33 +206,3 @@ def _find_pauses(pieces: list[Piece], steps: list[tuple[float, float]], work: li
 def _is_work(event: Event) -> bool:
     """Of a backward pass, or of a model though it may be one that is not trained."""
     return event.name.startswith("autograd::engine") or kind_by_name(event) in ("matrix", "norm")
-
-
-def _without_profiler(
-    pieces: Iterable[Piece], recorded: list[Event], wanted_us: float, measured: Mapping[str, float]
-) -> dict[str, float]:
-    """For each kind: its time without the profiler over its time with it.
-
-    Writing down an operation costs the same for each, and falls into what is around it. What the
-    measured difference leaves after that is spread over all kinds but those that are `measured`;
-    the waits for data are at least that.
-    """
-    total: dict[str, float] = defaultdict(float)
-    for piece in pieces:
-        total[piece.kind] += piece.duration
-    known = {kind: us for kind, us in measured.items() if kind == "optimizer" and kind in total}
-    wanted_us -= sum(known.values())
-    outer = (event.parent.kind if event.parent else "host" for event in recorded)
-    counts = Counter(kind if kind in ENCLOSING else "host" for kind in outer)
-    left = {kind: us for kind, us in total.items() if kind not in known}
-    excess = max(0.0, sum(left.values()) - wanted_us)
-    each = min(_MOST_PER_EVENT_US, excess / max(1, sum(counts[kind] for kind in left)))
-    left = {kind: max(0.1 * us, us - each * counts[kind]) for kind, us in left.items()}
-    rest = wanted_us / max(sum(left.values()), 1e-9)
-    waited = min(measured.get("data", 0.0), wanted_us)
-    if waited > rest * left.get("data", 0.0):  # longer than the profile shows
-        known["data"] = waited
-        left.pop("data")
-        rest = (wanted_us - waited) / max(sum(left.values()), 1e-9)
-    known |= {kind: rest * us for kind, us in left.items()}
-    return {kind: us / total[kind] for kind, us in known.items()}

@@ -2,7 +2,7 @@
 
 This format is the one that torch documents and keeps: shapes, strides and types of the inputs,
 and on a GPU the kernels with the operations that launched them. Times are in microseconds.
-The doctor's own annotations are in it, too: where the profile begins, and each optimizer step.
+The doctor's own annotations are in it, too: the end of each optimizer step, and its closure.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BEGIN = "ampfuse.doctor begin"
-STEP = "ampfuse.doctor step"
+STEP = "ampfuse.doctor step"  # at the end of what torch calls "Optimizer.step#..."
 CLOSURE = "ampfuse.doctor closure"  # the forward and backward pass that a step was given
 
 # Categories of what runs on the host, and on the GPU.
@@ -44,7 +43,6 @@ class Event:
     types: list[str] = field(default_factory=list)
     parent: Event | None = None
     self_us: float = 0.0
-    is_leaf: bool = True
     kind: str = ""
 
     @property
@@ -101,7 +99,7 @@ def build(records: Iterable[Mapping[str, Any]]) -> Trace:
 
 
 def _nest(events: list[Event]) -> None:
-    """Set parent, leaf and self time, thread by thread; `events` are sorted."""
+    """Set parent and self time, thread by thread; `events` are sorted."""
     open_on: dict[object, list[Event]] = {}
     for event in events:
         event.self_us = event.duration
@@ -110,6 +108,5 @@ def _nest(events: list[Event]) -> None:
             stack.pop()
         if stack:
             event.parent = stack[-1]
-            event.parent.is_leaf = False
             event.parent.self_us -= min(event.end, event.parent.end) - event.start
         stack.append(event)

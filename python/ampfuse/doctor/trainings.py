@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -28,7 +29,7 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp.initialize import initialize
 from ampfuse.amp.policy import LEVELS
 from ampfuse.amp.scale_loss import scale_loss
-from ampfuse.insight.inputs import LossFunction, same_random_numbers
+from ampfuse.insight.inputs import LossFunction, call, same_random_numbers
 from ampfuse.measuring import ProcessMemory, StepClock, TensorMemory
 
 _LEAST_STEPS = 5  # however slow a level is
@@ -233,14 +234,15 @@ def try_out(task: Task) -> None:
     Raises:
         ValueError: the loss function does not use the model that it is handed; model and optimizer
             cannot be copied.
-        TypeError: the loss function returns no loss.
+        TypeError: the loss function takes something else, or returns no loss.
     """
     try:
         copy.deepcopy((task.model, task.optimizer))
     except Exception as error:  # of whatever __deepcopy__ raises
         said = f"Model and optimizer cannot be copied (copy.deepcopy): {error}"
         raise ValueError(said) from error
-    training = Training("O0", task)
+    first_call = functools.partial(call, task.loss_function)
+    training = Training("O0", dataclasses.replace(task, loss_function=first_call))
 
     def refuse(model: nn.Module, args: Any) -> None:
         raise ValueError(mistake)

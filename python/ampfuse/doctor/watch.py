@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import resource
-import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,17 +18,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.profiler import profile, record_function
-from torch.utils.data import dataloader
 
-from ampfuse.doctor.trace import BEGIN, CLOSURE, STEP
-from ampfuse.measuring import silent_stderr
+from ampfuse.doctor.trace import CLOSURE, STEP
+from ampfuse.measuring import silent_stderr, wait_for
 
 
 class Finished(BaseException):
     """Ends the script when enough was seen. No Exception: ``except Exception`` lets it through."""
-
-
-_FAULT_S = 2e-6  # that a page takes at most: other work of the system's is none of ours
 
 
 @dataclass
@@ -44,10 +38,8 @@ class Watch:
     Attributes:
         stop: raise Finished after the last of them.
         seconds: of each timed step.
-        optimizers, devices: of those that stepped in them, and of what they stepped.
-        stepping_s, waiting_s: time in them in optimizers' steps, and waiting for a DataLoader.
-        workers: of the DataLoader; None if there was none.
-        paging_s: time in them, of all threads, in which the system made pages of memory.
+        device: a GPU if the chosen optimizer has parameters on one, else the CPU.
+        optimizers: the types of those that stepped since then.
         profiler: once the profile has begun. It is complete after the context.
     """
 
@@ -57,11 +49,7 @@ class Watch:
     seen: int = 0
     seconds: list[float] = field(default_factory=list)
     optimizers: set[type[Optimizer]] = field(default_factory=set)
-    devices: set[torch.device] = field(default_factory=set)
-    stepping_s: float = 0.0
-    waiting_s: float = 0.0
-    workers: int | None = None
-    paging_s: float = 0.0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     profiler: profile | None = None
     problem: str | None = None
     done: bool = False
@@ -70,18 +58,13 @@ class Watch:
         self._process = os.getpid()
         self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._chosen: object = None
-        self._started = 0.0
-        self._timing = False
         self._phases: Iterator[None] = iter(())
-        self._annotation: record_function | None = None
         self._profiling = contextlib.ExitStack()
         self._hooks = contextlib.ExitStack()
         self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after).remove)
-        iterators, profiles = dataloader._BaseDataLoaderIter, torch.autograd.profiler.profile
-        self._hooks.enter_context(_wrapped(iterators, "__next__", self._next_batch))
         for name in ("_prepare_trace", "_start_trace"):
-            self._hooks.enter_context(_wrapped(profiles, name, self._other_profile))
+            self._hooks.enter_context(self._ended_by_profiles(name))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -89,39 +72,17 @@ class Watch:
         if os.getpid() == self._process:
             self._profiling.close()
 
-    @property
-    def needed(self) -> int:
-        """How many steps are watched. The first profiled one pays for the profiler's start."""
-        return self.warmup + 2 * self.steps + 1
-
-    @property
-    def step_ms(self) -> float:
-        """The mean of the timed steps."""
-        return statistics.fmean(self.seconds) * 1e3
-
     # --- around a step --------------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if os.getpid() != self._process or self.done:
             return None
-        self._started = time.perf_counter()
-        if self.profiler and optimizer is self._chosen:
-            self._annotation = record_function(STEP)
-            self._annotation.__enter__()
         if not callable(closure := kwargs.get("closure", *args[1:2])):
             return None
-        timed = self._not_counted()(closure)
+        marked = record_function(CLOSURE)(closure)  # not the optimizer's own time
         if args[1:]:
-            return (args[0], timed, *args[2:]), kwargs
-        return args, kwargs | {"closure": timed}
-
-    @contextlib.contextmanager
-    def _not_counted(self) -> Iterator[None]:
-        """A closure's time is not that of the optimizer's step around it."""
-        begin = time.perf_counter()
-        with record_function(CLOSURE):
-            yield
-        self._started += time.perf_counter() - begin
+            return (args[0], marked, *args[2:]), kwargs
+        return args, kwargs | {"closure": marked}
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         if os.getpid() != self._process:
@@ -132,38 +93,29 @@ class Watch:
             raise Finished
 
     def _count(self, optimizer: Optimizer) -> None:
-        if self._timing:
-            now = time.perf_counter()
-            self.stepping_s += now - self._started
-            self._started = now  # of a step around this one the rest counts
+        if self._chosen is not None:
             self.optimizers.add(type(optimizer))
-            groups = optimizer.param_groups
-            self.devices.update(param.device for group in groups for param in group["params"])
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if self._chosen is None and count == self.warmup:
             self._chosen, self._phases = optimizer, self._after_warmup()
+            devices = (p.device for group in optimizer.param_groups for p in group["params"])
+            self.device = next((d for d in devices if d.type == "cuda"), self.device)
         self.seen = max(self.seen, count) if self._chosen is None else self._counts[self._chosen]
         if optimizer is self._chosen:
-            if self._annotation:
-                self._annotation.__exit__(None, None, None)
-                self._annotation = None
+            if self.profiler:
+                with record_function(STEP):
+                    pass
             next(self._phases, None)
 
     def _after_warmup(self) -> Iterator[None]:
         """What is done between steps from then on; goes on after each."""
-        _synchronize()
-        self._timing = True
-        before = resource.getrusage(resource.RUSAGE_SELF)
+        wait_for(self.device)
         for _ in range(self.steps):
             begin = time.perf_counter()
             yield
             self.seconds.append(time.perf_counter() - begin)
-        _synchronize()  # a GPU's backlog belongs to the last step
+        wait_for(self.device)  # a GPU's backlog belongs to the last step
         self.seconds[-1] = time.perf_counter() - begin
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        faults = after.ru_minflt - before.ru_minflt
-        self.paging_s = min(after.ru_stime - before.ru_stime, _FAULT_S * faults)
-        self._timing = False
         self._begin_profile()
         for _ in range(self.steps + 1):
             yield
@@ -180,12 +132,10 @@ class Watch:
             profiler.start()
         self._profiling.callback(self._end_profile)
         self.profiler = profiler
-        with record_function(BEGIN):
-            pass
 
     def _end_profile(self) -> None:
         assert self.profiler is not None
-        _synchronize()
+        wait_for(self.device)
         with silent_stderr():
             self.profiler.stop()
 
@@ -194,40 +144,24 @@ class Watch:
         self.problem = "the script runs torch's profiler itself: switch that off"
         self.done = True
 
-    def _other_profile(self, begin: Callable[..., Any], *args: Any) -> Any:
-        """A second profile would end the process: where the script begins one, the watch ends."""
-        if self.profiler and not self.done and os.getpid() == self._process:
-            self._give_up()
-            self._profiling.close()
-        return begin(*args)
+    @contextlib.contextmanager
+    def _ended_by_profiles(self, name: str) -> Iterator[None]:
+        """A second profile would end the process: where the script begins one, the watch ends.
 
-    def _next_batch(self, original: Callable[[Any], Any], iterator: Any) -> Any:
-        """Time the wait for a batch."""
-        begin = time.perf_counter()
+        In the block, `name` of torch's profile is wrapped.
+        """
+        profiles = torch.autograd.profiler.profile
+        original = getattr(profiles, name)
+
+        @functools.wraps(original)
+        def call(*args: Any) -> Any:
+            if self.profiler and not self.done and os.getpid() == self._process:
+                self._give_up()
+                self._profiling.close()
+            return original(*args)
+
+        setattr(profiles, name, call)
         try:
-            return original(iterator)
+            yield
         finally:
-            if self._timing:
-                self.workers = iterator._num_workers
-                self.waiting_s += time.perf_counter() - begin
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def _wrapped(owner: type, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """In the block a call of ``owner.name`` is ``around(original, ...)``."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+            setattr(profiles, name, original)

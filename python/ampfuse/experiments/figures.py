@@ -219,7 +219,7 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
         axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 6 else 0, **_SMALL)
         axes.margins(x=0.1)
     axes.set(xlabel="batch size" if len(batches) > 1 else "", ylabel=f"{what}, {unit}")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.05 * axes.dataLim.y1)  # room for the marker and cap at the top
     at = f", batch size {batches[0]}" if len(batches) == 1 else ""
     title = f"{title_of(rows)}: {what}{at}" + ", mean ± standard deviation" * std
     return finish(figure, drawn, title)

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
-def check_types(model: Any, optimizer: Any) -> None:
-    """Raise TypeError unless these are a module and an optimizer."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be one torch.optim.Optimizer, not {optimizer!r:.60}.")
+def check_types(model: Any, optimizer: Any, how: str) -> None:
+    """Raise TypeError, which says `how` to call, unless these are a module and an optimizer."""
+    for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer)):
+        if not isinstance(value, kind):
+            kinds = f"one {kind.__name__}, not {type(value).__name__}"
+            raise TypeError(f"{name} must be {kinds}: write {how}.")
 
 
 def check_owned(model: nn.Module, stepped: Collection[Tensor], remedy: str) -> None:
@@ -31,6 +31,24 @@ def check_owned(model: nn.Module, stepped: Collection[Tensor], remedy: str) -> N
             f"{strange} of the {len(stepped)} tensors that the optimizer steps are no parameters "
             f"of the model. {remedy}"
         )
+
+
+def call(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor:
+    """``loss_function(model, batch)``; raises TypeError for what is no such function."""
+    ran: list[bool] = []
+    hook = model.register_forward_pre_hook(lambda *_: ran.append(True))
+    try:
+        return loss_function(model, batch)
+    except (AttributeError, TypeError) as error:
+        if ran:
+            raise
+        raise TypeError(
+            f"loss_function(model, batch) failed before the model ran: {error}. Pass a function of "
+            "the model and the batch that returns the loss, such as lambda model, batch: "
+            "criterion(model(batch[0]), batch[1])."
+        ) from error
+    finally:
+        hook.remove()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ampfuse import trees
 from ampfuse._schema import STORAGES
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
-from ampfuse.insight.inputs import LossFunction, check_owned, check_types, same_random_numbers
+from ampfuse.insight.inputs import LossFunction, call, check_owned, check_types, same_random_numbers
 from ampfuse.insight.tables import aligned
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import algorithm_of
@@ -69,7 +69,7 @@ def memory_report(
     Raises:
         TypeError, ValueError: an argument is not as above, or the optimizer is another model's.
     """
-    check_types(model, optimizer)
+    check_types(model, optimizer, "amp.memory_report(model, optimizer, batch)")
     limit = bytes_of(budget)
     model, inner = eager_module(model), with_inner(optimizer)[-1]
     fused = algorithm_of(inner)
@@ -228,7 +228,7 @@ def _activations(model: nn.Module, batch: Any, loss: LossFunction | None) -> tup
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
     with same_random_numbers(), torch.enable_grad(), hooks:
         if loss is not None:
-            output = loss(model, batch)
+            output = call(loss, model, batch)
         elif isinstance(batch, Mapping):
             output = model(**batch)
         else:

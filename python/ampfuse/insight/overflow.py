@@ -18,6 +18,7 @@ from ampfuse.insight.explanation import Explanation
 from ampfuse.insight.tracker import Tracker
 from ampfuse.optim.base import amp_optimizers
 from ampfuse.optim.skip_watch import Sample, is_captured
+from ampfuse.uncompiled import uncompiled
 
 _log = logging.getLogger("ampfuse.amp")
 
@@ -38,7 +39,8 @@ def explain_overflow(
 
     With `after` it arms itself: after so many skipped steps in a row the next step is watched, from
     its forward pass on, and the explanation is logged (logger "ampfuse.amp", WARNING). It tells
-    again when steps were applied in between.
+    again when steps were applied in between. If that step, which runs uncompiled, is finite, and
+    as many compiled ones after it are skipped again, it is logged that only these overflow.
 
     A watched step runs every operation as always and gives the same bits, but waits for the device
     after each of them. What ``torch.compile`` compiled runs uncompiled in it. An armed watch adds
@@ -140,12 +142,20 @@ class OverflowWatch:
             self.__exit__()
             if self.explanation is not None:
                 _log.warning("Skipped steps in a row: %d. %s", self._skips.count, self.explanation)
-        if self._skips.are_enough(skipped):
+            elif _has_compiled() and not is_captured(skipped) and not skipped.item():
+                self._skips = _SkipsInARow(self._skips.after, since_uncompiled=True)
+                return
+        if not self._skips.are_enough(skipped):
+            return
+        if self._skips.since_uncompiled and self._skips.are_all:
+            _log.warning(_ONLY_COMPILED, self._skips.count)
+        else:
             for module in self.model.modules():
                 if not isinstance(module, torch.jit.ScriptModule):
                     hook = module.register_forward_pre_hook(self._begin, with_kwargs=True)
                     self._waiting.callback(hook.remove)
 
+    @uncompiled
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():  # no training
             return
@@ -163,13 +173,33 @@ class OverflowWatch:
             self._skips.told = False
 
 
-class _SkipsInARow:
-    """Counts skipped steps in a row, on the device; nobody waits for the count."""
+_ONLY_COMPILED = (
+    "Skipped steps in a row: %d. Only the compiled program overflows: the step before them ran "
+    "uncompiled, at a loss scale at least as high, and was finite. If it is finite with "
+    'torch.compile(..., backend="aot_eager") too, Inductor is the cause: with the option '
+    '{"emulate_precision_casts": True} it rounds as uncompiled code does. Keep a part out of '
+    "compilation with torch.compiler.disable."
+)
 
-    def __init__(self, after: int) -> None:
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has made code that ran in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return dynamo is not None and dynamo.utils.counters["frames"]["ok"] > 0
+
+
+class _SkipsInARow:
+    """Counts skipped steps in a row, on the device; nobody waits for the count.
+
+    `since_uncompiled` says that it begins behind a finite step that ran uncompiled.
+    """
+
+    def __init__(self, after: int, *, since_uncompiled: bool = False) -> None:
+        self.after, self.since_uncompiled = after, since_uncompiled
         self.count = 0  # as far as it is known here
+        self.are_all = False  # of the steps since it began
         self.told = False
-        self._after = after
+        self._steps = self._sampled_at = 0
         self._on_device: Tensor | None = None
         self._sample: Sample | None = None
 
@@ -177,13 +207,15 @@ class _SkipsInARow:
         """After a step, which was `skipped` (1) or not (0): whether there are so many, once."""
         if is_captured(skipped):
             return False
+        self._steps += 1
         before = 0 if self._on_device is None else self._on_device
         self._on_device = (before + 1) * skipped
         if self._sample is None:
-            self._sample = Sample(self._on_device)
+            self._sample, self._sampled_at = Sample(self._on_device), self._steps
         if not self._sample.has_arrived():
             return False
         self.count, self._sample = int(self._sample.values()[0]), None
-        is_new = self.count >= self._after and not self.told
-        self.told = self.count >= self._after
+        self.are_all = self.count == self._sampled_at
+        is_new = self.count >= self.after and not self.told
+        self.told = self.count >= self.after
         return is_new

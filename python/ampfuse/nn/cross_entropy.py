@@ -75,9 +75,9 @@ def cross_entropy(
             label_smoothing=label_smoothing,
         )
     if weight is not None:
-        weight = weight.float()
+        weight = weight.float().contiguous()
     losses = torch.ops.ampfuse.cross_entropy(
-        rows, target.reshape(-1), weight, ignore_index, label_smoothing
+        rows, target.reshape(-1).contiguous(), weight, ignore_index, label_smoothing
     )
     return reduce_losses(losses, target, weight, ignore_index, reduction)
 

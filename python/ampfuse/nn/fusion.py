@@ -88,10 +88,10 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
         What was fused, and what was left and why.
 
     Raises:
-        ValueError: `parts` holds another name.
+        ValueError: `parts` is a string, or holds another name.
     """
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise ValueError(f"parts holds {unknown[0]!r}; it has to hold some of {', '.join(PARTS)}.")
+    if isinstance(parts, str) or any(part not in PARTS for part in parts):
+        raise ValueError(f'parts is {parts!r}; it has to list some of {PARTS}, as ["norms"] does.')
     modules = dict(eager_module(model).named_modules())
     owners: dict[str, list[str]] = {}
     for name, module in modules.items():

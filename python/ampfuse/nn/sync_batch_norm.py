@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.nn.batch_norm import normalize, update_factor
 from ampfuse.nn.functional import add_relu
@@ -17,11 +18,13 @@ _FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def sync_normalize(norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     """What ``nn.SyncBatchNorm`` does with `norm` and `x` (N, C, ...); then add and ReLU."""
-    together = norm.training and dist.is_available() and dist.is_initialized()
-    if not together or dist.get_world_size(norm.process_group) == 1:
-        return normalize(norm, x, residual, relu)
     images = _as_images(x)
     fits = images.is_contiguous(memory_format=torch.channels_last) and x.dtype in _FUSED_DTYPES
+    together = norm.training and dist.is_available() and dist.is_initialized()
+    if not together or dist.get_world_size(norm.process_group) == 1:
+        if fits:
+            return normalize(norm, x, residual, relu)
+        return add_relu(_BatchNorm.forward(norm, x), residual, relu)  # as everybody had images
     if x.is_cuda and not fits:
         out = nn.SyncBatchNorm.forward(norm, x)  # has kernels for that, but only on GPUs
         return add_relu(out, residual, relu)

@@ -21,7 +21,7 @@ from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim import checkpoints
 from ampfuse.optim.inner import with_inner
 from ampfuse.optim.ledger import Ledger
-from ampfuse.optim.masters import is_master_alone
+from ampfuse.optim.masters import has_begun
 from ampfuse.optim.options import RULES, WithOptions
 from ampfuse.optim.parts import member
 from ampfuse.optim.rows import Rows
@@ -46,7 +46,8 @@ class LastStep:
     Attributes:
         skipped: float32, 1 if the step was skipped because a gradient held inf or NaN, else 0.
         grad_norm: float32, the L2 norm of the unscaled gradients before clipping; NaN if they were
-            not finite. Known only if the step inspected gradients (scaling, clipping).
+            not finite. None if the step did not look: without scaling, clipping and skipping, or
+            where a GradScaler has, or after several passes of `scale_loss`.
         loss_scale: float32, the scale the gradients were made with.
     """
 
@@ -54,7 +55,9 @@ class LastStep:
         self._table = table
 
     skipped = property(_copy_of("skip"))
-    grad_norm = property(_copy_of("grad_norm"))
+    grad_norm = property(
+        lambda self: _copy_of("grad_norm")(self) if self._table.plan.knew_norm else None
+    )
     loss_scale = property(_copy_of("loss_scale"))
 
     def overflow(self) -> dict[str, Any] | None:
@@ -86,18 +89,24 @@ class AmpOptimizer(WithOptions, Optimizer):
     _step_supports_amp_scaling = True
     _algorithm = "none"
 
-    # Under amp: whether an overflow skips the step (dynamic scaling) or not (a static scale).
+    # Under amp: whether an overflow always skips the step, as it changes the loss scale.
     skip_on_overflow: bool = True
+    # Whether one does where `skip_nonfinite` is None.
+    skip_by_default: bool = False
 
     _under_amp: bool = False
     # In a subclass of a fused optimizer whose step, and state, is not ours.
     _has_own_step = False
     # A 1 on the device while steps are rehearsed: each is skipped, whatever its gradients are.
     _rehearsal: Tensor | None = None
+    # While ampfuse.GradScaler drives a step; torch's does not know of masters.
+    _scaler_is_ours = False
     # Set by LARC for the time of a step of its own.
     _layerwise: Layerwise | None = None
     # Within a swap_ema block.
     _swapped = False
+    # torch.distributed.checkpoint asked for states, and takes the state dict next.
+    _is_asked_by_torch = False
     # The state dict that is being loaded.
     _loading: dict[str, Any] | None = None
 
@@ -107,6 +116,7 @@ class AmpOptimizer(WithOptions, Optimizer):
     _copied: tuple[str, ...] = (
         *RULES,
         "skip_on_overflow",
+        "skip_by_default",
         "_under_amp",
         "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp
     )
@@ -172,13 +182,14 @@ class AmpOptimizer(WithOptions, Optimizer):
     ) -> None:
         """What :func:`ampfuse.optim.upgrade` does once the class is right."""
         self._rows.forget()
-        self._under_amp, self.master_weights = True, master_weights
+        self._under_amp, self.skip_by_default = True, False
+        self.master_weights = master_weights
         self._rows.go_under_amp(names)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; under amp half-precision parameters of the group get FP32 masters."""
         super().add_param_group(param_group)
-        self._rows.master_added_group()
+        self._rows.make_masters(anew=True)
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -211,12 +222,14 @@ class AmpOptimizer(WithOptions, Optimizer):
 
     begin_backward = member("_ledger.begin")
     end_backward = member("_ledger.end")
-    mark_backward = member("_ledger.mark")
+    check_gradients = member("_ledger.check")
     cancel_backward = member("_ledger.cancel")
-    materialize_gradients = member("_ledger.materialize")
+    look_at_gradient = member("_ledger.look")
+    assign_gradient = member("_ledger.assign")
     unscale_gradients = member("_ledger.unscale")
-    has_scaled_gradients = member("_ledger.has_scaled")
+    has_scaled_gradients = member("_ledger.is_delayed")
     in_backward = member("_ledger.in_backward")
+    has_shards = member("_rows.has_shards")
     rows_of = member("_ledger.rows_of")
 
     @property
@@ -260,11 +273,13 @@ class AmpOptimizer(WithOptions, Optimizer):
         """Arguments for ``StepPlan.update`` and ``decide``: what to inspect, whether to skip."""
         found_inf = self.__dict__.get("found_inf")
         if "found_inf" in self.__dict__:  # a GradScaler drives this step
+            # torch's has a 0 that is no tensor if it saw no gradient.
+            found_inf = found_inf if isinstance(found_inf, Tensor) else None
             inspect, skip = found_inf is None, True
-        elif self._under_amp:
-            inspect = skip = self.skip_on_overflow
         else:
-            inspect, skip = self.skip_nonfinite, self.skip_nonfinite or max_norm > 0
+            asked = self.skip_by_default if self.skip_nonfinite is None else self.skip_nonfinite
+            inspect = asked or self._scales_dynamically
+            skip = inspect or max_norm > 0
         if self._rehearsal is not None:
             found_inf, skip = self._rehearsal, True
         return {
@@ -274,10 +289,17 @@ class AmpOptimizer(WithOptions, Optimizer):
             "skip_nonfinite": skip,
         }
 
-    def _watch_skips(self) -> None:
-        """After a step: raise if training has stopped without a word."""
-        if self._under_amp and self.skip_on_overflow:
-            self._skip_watch.after_step(self._rows.known())
+    @property
+    def _scales_dynamically(self) -> bool:
+        return self._under_amp and self.skip_on_overflow
+
+    def _watch_skips(self, skipped: bool = False) -> None:
+        """After a step that may have been skipped: say so, and raise if training has stopped.
+
+        `skipped`: the host knows that it was.
+        """
+        if self._rehearsal is None and "found_inf" not in self.__dict__:
+            self._skip_watch.after_step(self._rows.known(), skipped, not self._scales_dynamically)
 
     # --- state dicts and copies: see checkpoints.py ---------------------------------------------
 
@@ -290,10 +312,15 @@ class AmpOptimizer(WithOptions, Optimizer):
         It says itself what it holds, and every mode loads every other's: a split master is in it
         as the whole one that it stands for (4 bytes a parameter while the dict lives), a state in
         BF16 under its name, one in 8 bits under the name with its type's suffix
-        (``<name>_codes``) and ``<name>_scale``.
+        (``<name>_codes``) and ``<name>_scale``. torch.distributed.checkpoint gets those in float32,
+        and all states from the beginning: with zeros and counts of 0 before the first gradient.
         """
-        self._before_saving()
-        return checkpoints.with_masters(self, super().state_dict())
+        try:
+            self._before_saving()
+            state_dict = super().state_dict()
+            return checkpoints.with_masters(self, state_dict, decoded=self._is_asked_by_torch)
+        finally:
+            self._is_asked_by_torch = False
 
     def torch_state_dict(self) -> dict[str, Any]:
         """`state_dict` with all states in float32, as torch's optimizer of the name loads it."""
@@ -312,6 +339,7 @@ class AmpOptimizer(WithOptions, Optimizer):
                 as one without ``exp_avg`` or with a step count of NaN.
             RuntimeError: in a swap_ema block. Nothing has changed then.
         """
+        self._is_asked_by_torch = False
         self._check_not_swapped("load_state_dict()")
         if len(with_inner(self)) > 1:
             checkpoints.load_around(self, state_dict, super().load_state_dict)
@@ -326,7 +354,7 @@ class AmpOptimizer(WithOptions, Optimizer):
         # state of another's step is not torch's.
         states = state.get("state", {})
         alone = [
-            param for param, held in states.items() if self._has_own_step or is_master_alone(held)
+            param for param, held in states.items() if self._has_own_step or not has_begun(held)
         ]
         set_aside = {param: states.pop(param) for param in alone}
         super().__setstate__(state)
@@ -356,7 +384,7 @@ def takes_scale(optimizer: Any) -> TypeGuard[AmpOptimizer]:
 
 
 @contextlib.contextmanager
-def driven(optimizer: AmpOptimizer, **by: Tensor | None) -> Iterator[None]:
+def driven(optimizer: AmpOptimizer, **by: Tensor | bool | None) -> Iterator[None]:
     """Steps in the block have a GradScaler's ``grad_scale`` and ``found_inf``, as torch has it."""
     for name, value in by.items():
         setattr(optimizer, name, value)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ampfuse._schema import Algorithm
+from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim.checks import COUNT, check
 from ampfuse.optim.inner import parameters, with_groups
 from ampfuse.optim.masters import (
@@ -23,21 +23,25 @@ from ampfuse.optim.masters import (
     MASTERS,
     MasterParameter,
     exact_float32,
+    has_begun,
     pop_master,
 )
 from ampfuse.optim.shards import is_sharded, on_shards
 from ampfuse.optim.stored import FP32, Stored, storage_for
 
 
-def with_masters(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """torch's `state_dict` with all masters, in whatever form they are kept."""
+def with_masters(optimizer: Any, state_dict: dict[str, Any], *, decoded: bool) -> dict[str, Any]:
+    """torch's `state_dict` with all masters, in whatever form they are kept.
+
+    `decoded`: no states in codes, of which another mesh has other blocks; so of shards always.
+    """
     states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
     for i, (group, param) in enumerate(with_groups(optimizer)):
         state = dict(states.get(i, {}))
         master = param.detach() if isinstance(param, MasterParameter) else pop_master(state, param)
         if master is not None:
             state["master_param"] = master
-        if is_sharded(param):  # another mesh has other blocks of codes
+        if decoded or is_sharded(param):
             _decode(optimizer.algorithm_in(group), state, param, with_blocks_only=True)
         if state:
             states[i] = state
@@ -75,9 +79,14 @@ def load(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], None]) 
 
 def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], None]) -> None:
     """A wrapper hands the state to the optimizers in it, which know no masters."""
+    groups = [dict(group) for group in state_dict.get("param_groups", ())]
+    keys = [key for group in groups for key in group["params"]]
+    places = {key: i for i, key in enumerate(keys)}  # torch.distributed.checkpoint has names
+    for group in groups:
+        group["params"] = [places[key] for key in group["params"]]
     states = {
-        i: dict(state) if isinstance(state, dict) else state
-        for i, state in state_dict.get("state", {}).items()
+        places.get(key, key): dict(state) if isinstance(state, dict) else state
+        for key, state in state_dict.get("state", {}).items()
     }
     masters = {
         i: state.pop("master_param")
@@ -87,7 +96,8 @@ def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], 
     names = optimizer.parameter_names()
     for i, param in enumerate(parameters(optimizer)):
         _check_shape("master_param", masters.get(i), tuple(param.shape), names[i])
-    by({**state_dict, "state": {i: s for i, s in states.items() if s or i not in masters}})
+    states = {i: state for i, state in states.items() if state or i not in masters}
+    by({**state_dict, "state": states} | ({"param_groups": groups} if groups else {}))
     for i, param in enumerate(parameters(optimizer)):
         if i in masters:
             exact = masters[i].detach().to(param.device, torch.float32)
@@ -153,6 +163,11 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
             state = state_dict["state"].get(key)
             if isinstance(state, dict):
                 _check_state(optimizer, group, param, state, name)
+                has_master = optimizer.master_weights and param.dtype in HALF_DTYPES
+                has_master |= isinstance(param, MasterParameter)
+                # torch.distributed.checkpoint's flat states lack what optimizer.state does.
+                if isinstance(key, str) and has_master and has_begun(state):
+                    _check_has(["master_param"], state, name)
     optimizer._loading = state_dict
 
 
@@ -161,29 +176,52 @@ def _check_state(
 ) -> None:
     """Raise ValueError unless a step of ours can go on with `state`: it has all or nothing."""
     algorithm = optimizer.algorithm_in(group)
-    shapes: dict[str, tuple[int, ...]] = {"master_param": tuple(param.shape)}
-    lost: list[str] = []
-    found = False
+    shapes = dict.fromkeys(MASTERS, tuple(param.shape))
+    needed: list[str] = []
     if algorithm.name != "none" and not optimizer._has_own_step:  # and a state of its own
         shapes["ema"] = tuple(param.shape)
+        _check_is_own(optimizer, algorithm, state, name)
         for key in state.keys() & {*algorithm.numbers}:
-            found = True
             check(f"{key} for {name}", state[key], COUNT)
-        lost += [key for key in algorithm.numbers if key not in state and algorithm.uses_count]
+        needed += algorithm.numbers * algorithm.uses_count
         for stored in Stored.of(algorithm.name, algorithm.states_in(group)):
             storage = stored.storage_in(state, storage_for(optimizer.state_dtype, param))
             shapes |= stored.shapes(param, storage or FP32)
-            found = found or storage is not None
             if storage is not None or not algorithm.starts_at_gradient:
                 keys = (storage or FP32).keys(stored.name)
-                lost += [key for key in keys if state.get(key) is None]
+                needed += keys
     for key, shape in shapes.items():
         _check_shape(key, state.get(key), shape, name)
-    if lost and found:
-        raise ValueError(
-            f"{lost[0]} for {name} is missing in the state dict; there are {', '.join(state)}. "
-            "Nothing was loaded."
-        )
+    if not state.keys() <= {*MASTERS, "ema"}:
+        _check_has(needed, state, name)
+
+
+def _keys_of(algorithm: Algorithm) -> set[str]:
+    stored = Stored.of(algorithm.name, algorithm.states)
+    return {*algorithm.numbers, *(key for each in stored for key in each.keys)}
+
+
+def _check_is_own(optimizer: Any, algorithm: Algorithm, state: dict[str, Any], name: str) -> None:
+    """Raise ValueError for another optimizer's state. A user's class may keep what it likes."""
+    keys = {kind: _keys_of(ALGORITHMS[kernel]) for kind, kernel in optimizer.kinds.items()}
+    strange = state.keys() & set().union(*keys.values()) - _keys_of(algorithm)
+    if not strange or "_algorithm" not in vars(type(optimizer)):
+        return
+    whose = " or ".join(kind for kind in keys if strange <= keys[kind]) or "another optimizer"
+    raise ValueError(
+        f"the state dict is of {whose}, with {' and '.join(sorted(strange))} for {name}, which "
+        f"{type(optimizer).__name__} does not keep. Leave its 'state' empty to start anew. "
+        "Nothing was loaded."
+    )
+
+
+def _check_has(keys: list[str], state: dict[str, Any], name: str) -> None:
+    for key in keys:
+        if state.get(key) is None:
+            raise ValueError(
+                f"{key} for {name} is missing in the state dict; there are {', '.join(state)}. "
+                "Nothing was loaded."
+            )
 
 
 def _check_shape(key: str, value: Any, shape: tuple[int, ...], name: str) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import cached_property
-from types import CodeType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,10 +14,11 @@ from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.checks import ABOVE_0, NUMBER, check
 from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
+from ampfuse.optim.inner import is_empty
 from ampfuse.optim.masters import FLOAT_DTYPES
-from ampfuse.optim.options import FIXED, RULES, changed_too_late, check_options
+from ampfuse.optim.options import FIXED, FLAGS, RULES, changed_too_late, check_options
 from ampfuse.optim.shards import local
-from ampfuse.optim.states import States
+from ampfuse.optim.states import StateOfParameters, States
 from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -36,15 +35,23 @@ class FusedOptimizer(AmpOptimizer):
     the schema's. With `replaces` it stands in, under amp, for that class of torch, from which it
     also inherits.
 
-    In a subclass whose step calls no other, amp and GradScalers see an optimizer like any other.
+    In a subclass that has a step of its own amp and GradScalers see an optimizer like any other, of
+    which they unscale the gradients first. Once that step has called ours, or with the class
+    argument ``own_step=False``, they see a fused one.
     """
 
+    # Of each class its kernel.
+    kinds: ClassVar[dict[str, str]] = {}
     # The class of torch that it stands in for.
     _replaces: type[torch.optim.Optimizer] | None = None
     # Whether half gradients are left unscaled as FP32 ones are, rounded.
     _unscales_half = False
     # What parameters without a state count as having made.
     _first_step = 0
+    skip_by_default = True
+    # Options that a group cannot have, and those of them that others have there.
+    _not_in_groups = frozenset(RULES.keys() - {"state_dtype"})
+    _keys_of_others: Set[str] = frozenset()
     # Clip the next step to this L2 norm instead of `max_grad_norm`.
     clip_once: float | None = None
     # Of each group, numbers that steps read on the device: those of a captured graph.
@@ -58,13 +65,20 @@ class FusedOptimizer(AmpOptimizer):
         *,
         algorithm: str | None = None,
         replaces: type[torch.optim.Optimizer] | None = None,
+        own_step: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        if not cls._has_own_step and _has_own_step(cls):
-            cls._has_own_step, cls._step_supports_amp_scaling = True, False
+        definer = next(kind for kind in cls.__mro__ if "step" in vars(kind))
+        if own_step is None:  # a step in the body, or of a class that is not ours
+            own_step = (
+                cls._has_own_step or definer is cls or not issubclass(definer, FusedOptimizer)
+            )
+        if own_step != cls._has_own_step:
+            cls._has_own_step, cls._step_supports_amp_scaling = own_step, not own_step
         super().__init_subclass__(**kwargs)
         if algorithm is not None:
             cls._algorithm, cls._replaces = algorithm, replaces
+            cls.kinds[cls.__name__] = algorithm
         if replaces is not None:
             FUSED[replaces] = cls
 
@@ -80,8 +94,7 @@ class FusedOptimizer(AmpOptimizer):
             raise TypeError(f"{call} got an unexpected keyword argument {unknown[0]!r}")
         check_options(options)
         for name, value in options.items():
-            is_flag = isinstance(getattr(FusedOptimizer, name), bool)
-            setattr(self, name, bool(value) if is_flag and value != "split" else value)
+            setattr(self, name, bool(value) if name in FLAGS and value in (0, 1) else value)
         check_hyper(self.algorithm, arguments)
         check_range(kernel_hyper(self.algorithm, arguments))
         if (fill := self.algorithm.filled_with) is not None:
@@ -104,6 +117,10 @@ class FusedOptimizer(AmpOptimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Of an option also raises ValueError for what it cannot be, or cannot become any more."""
+        if name == "state":  # torch's, or somebody's own
+            if not isinstance(value, StateOfParameters):
+                value = StateOfParameters(dict, value)
+            value.states = self._states
         if name in RULES:
             check_options({each: getattr(self, each) for each in FIXED} | {name: value})
             old = getattr(self, name)
@@ -112,8 +129,10 @@ class FusedOptimizer(AmpOptimizer):
         super().__setattr__(name, value)
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        self._has_options(group)
         self._states.storage_of(group)
-        check_hyper(self.algorithm_in(group), group)
+        check_hyper(algorithm := self.algorithm_in(group), group)
+        check_range(kernel_hyper(algorithm, group))
         if group.get("differentiable"):
             raise ValueError(
                 "differentiable=True needs an update that autograd records, and a fused one is "
@@ -126,6 +145,27 @@ class FusedOptimizer(AmpOptimizer):
                     f"ampfuse.optim.{type(self).__name__} steps float32, float16 and bfloat16. "
                     "Convert the model, or use torch.optim for it."
                 )
+
+    def _has_options(self, group: dict[str, Any]) -> bool:
+        """Whether options of the whole optimizer stand in a group, where nobody reads them.
+
+        Raises ValueError if one says something else than the optimizer has. (Those that are put
+        around it, such as ZeroRedundancyOptimizer, repeat its arguments there.) Groups of torch's
+        optimizers, and those of a checkpoint, may have such keys of others.
+        """
+        found = self._not_in_groups & group.keys() - self._keys_of_others
+        for name in sorted(found):
+            if group[name] != getattr(self, name):
+                raise ValueError(
+                    f"{name}={group[name]!r} stands in a parameter group, and it is an option of "
+                    f"the whole optimizer: pass it to the constructor, {type(self).__name__}("
+                    f"params, {name}=...), or set optimizer.{name}, and take it out of the group."
+                )
+        return bool(found)
+
+    def note_keys_of_others(self) -> None:
+        """What is in the groups now was not put there for us."""
+        self._keys_of_others = {key for group in self.param_groups for key in group}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -152,7 +192,7 @@ class FusedOptimizer(AmpOptimizer):
 
         Raises:
             RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several devices
-                or on meta; under amp, hundreds of steps in a row that were all skipped.
+                or on meta; hundreds of steps in a row that were all skipped.
             TypeError: a float64 or complex gradient.
             ValueError: a hyper-parameter was changed to what it cannot be. Nothing has changed
                 then.
@@ -164,22 +204,36 @@ class FusedOptimizer(AmpOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        table, stateless = self._collect()
+        if self._has_own_step:
+            self._become_fused()
+        if (collected := self._collect()) is None:
+            return loss
+        table, stateless = collected
         for row in stateless:
             self._states.init_row(row)
         if stateless:
             self._states.remember()
-        max_norm, self.clip_once = self.clip_once or self.max_grad_norm or 0.0, None
+        max_norm = self.clip_once or self.max_grad_norm or 0.0
         meter = self._meter if self._rehearsal is None else None
         metered = meter.before_update(table) if meter is not None else None
         verdict = self._verdict(max_norm)
-        self._rows.plan.update(**verdict, meter=metered, between=self._stages())
+        skipped = self._rows.plan.update(**verdict, meter=metered, between=self._stages())
+        self.clip_once = None
         if meter is not None and metered is not None:
             meter.after_update(table, metered)
         if torch.is_autocast_enabled(self._rows.params[0].device.type):
             torch.clear_autocast_cache()  # it may hold casts of the weights as they were
-        self._watch_skips()
+        if verdict["skip_nonfinite"]:
+            self._watch_skips(skipped)
         return loss
+
+    def _become_fused(self) -> None:
+        """The step of a subclass has called ours, so ours is its step."""
+        kind: Any = getattr(self, "_original_class", type(self))
+        kind._has_own_step, kind._step_supports_amp_scaling = False, True
+        if type(self) is not kind:  # amp has wrapped it
+            self._rows.forget()
+            self.__class__ = kind
 
     def _stages(self) -> Callable[[list[int]], Callable[[], None]] | None:
         """What a step does between its two stages, as `StepPlan.update` takes it; None: nothing.
@@ -188,8 +242,11 @@ class FusedOptimizer(AmpOptimizer):
         """
         return None
 
-    def _collect(self) -> tuple[ParamTable, list[int]]:
-        """The table, which has all that the step needs, and rows with a gradient but no state."""
+    def _collect(self) -> tuple[ParamTable, list[int]] | None:
+        """The table, which has all that the step needs, and rows with a gradient but no state.
+
+        None where the groups are empty.
+        """
         rows = self._rows
         rows.make_masters()
         table = rows.table
@@ -200,6 +257,8 @@ class FusedOptimizer(AmpOptimizer):
                 if self._states.are_bound:
                     return table, found
         # The first step; or parameters, states or what groups keep of them are others.
+        if is_empty(self):
+            return None
         table = self.keep_bound()
         self._hypers.send(table)
         found = rows.plan.collect(*self._gradient_scale())
@@ -273,7 +332,9 @@ class FusedOptimizer(AmpOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.state = self.state
         self._states.are_bound = False
+        self.note_keys_of_others()
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
@@ -296,18 +357,3 @@ def algorithm_of(
             return optimizer.algorithm_in(group)
     fused = cls if issubclass(cls, FusedOptimizer) else FUSED.get(cls)
     return ALGORITHMS[fused._algorithm] if fused else None
-
-
-def _has_own_step(cls: type) -> bool:
-    """Whether some class has put a step before ours that calls no other, by its code."""
-    ours = inspect.unwrap(FusedOptimizer.step)  # torch wraps it anew for each class
-    steps = (inspect.unwrap(vars(kind)["step"]) for kind in cls.__mro__ if "step" in vars(kind))
-    first = next(s for s in steps if s is ours or not _names_step(getattr(s, "__code__", None)))
-    return first is not ours
-
-
-def _names_step(code: CodeType | None) -> bool:
-    """Whether code, or a function in it, looks up a ``step``. What has no code might."""
-    if code is None or "step" in code.co_names:
-        return True
-    return any(_names_step(const) for const in code.co_consts if isinstance(const, CodeType))

@@ -63,11 +63,14 @@ class Gathered:
         return self._whole
 
     def give_back(self) -> None:
-        """Have the local tensors hold what the whole ones hold by now."""
+        """Begin to have the local tensors hold what the whole ones hold by now."""
         self._begin(
             [[self._whole[k][self._pieces[k][r].block] for k in self._mine] for r in self._ranks],
             [[tuple(self._shards[key].shape) for key in owned] for owned in self._owned],
         )
+
+    def take_back(self) -> None:
+        """... and wait for that."""
         for owned, found in zip(self._owned, self._end(), strict=True):
             for key, piece in zip(owned, found, strict=True):
                 self._shards[key].copy_(piece)

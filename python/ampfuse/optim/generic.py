@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
-from ampfuse.optim.inner import parameters
+from ampfuse.optim.inner import is_empty, parameters
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.uncompiled import uncompiled
 
@@ -21,8 +21,8 @@ class GenericOptimizer(AmpOptimizer):
     """What :func:`ampfuse.optim.upgrade` puts in front of an optimizer's class.
 
     The wrapped step runs on FP32 masters with unscaled FP32 gradients; afterwards the model
-    weights are the masters, rounded. Such a step is host code, so with dynamic scaling the host has
-    to know whether to run it: `_overflowed` reads that once per step, as torch's GradScaler does.
+    weights are the masters, rounded. Such a step is host code, so where an overflow skips it the
+    host has to know whether to run it, and reads that once per step, as torch's GradScaler does.
     """
 
     # Also where a subclass of a fused optimizer has a step of its own.
@@ -39,23 +39,28 @@ class GenericOptimizer(AmpOptimizer):
         """
         self._opt_called = True
         self._ledger.check_before_step()
+        step: Any = self._original_class.step
+        # torch wraps step once more for this class, so that hooks would run twice.
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        if is_empty(self):
+            return step(self, *args, **kwargs)
         table = self.param_table()
         scale = self.__dict__.get("grad_scale")
         if scale is not None:
             self.unscale_gradients(scale)
         table.masters.refresh()
         table.plan.collect(None, False)
-        table.plan.decide(**self._verdict(0.0))
-        if self._overflowed():
-            self._finish_step()
+        verdict = self._verdict(0.0)
+        table.plan.decide(**verdict)
+        may_skip = verdict["skip_nonfinite"]
+        if may_skip and table.inspector.state_field("skip").item():
+            table.plan.finish_step()
+            self._watch_skips(True)
             return None
-        table.gradients.materialize()
-        step: Any = self._original_class.step
-        # torch wraps step once more for this class, so that hooks would run twice.
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        table.gradients.materialize(all=True)
         # The gradients are unscaled; torch's own steps would read these too, and some refuse them.
         driven = {key: self.__dict__.pop(key) for key in _FROM_SCALER if key in self.__dict__}
-        larc = self._layerwise
+        larc, self._layerwise = self._layerwise, None
         try:
             layerwise = larc.rescaled(self) if larc is not None else contextlib.nullcontext()
             if args and callable(args[0]):
@@ -66,20 +71,13 @@ class GenericOptimizer(AmpOptimizer):
                 result = step(self, *args, **kwargs)
         finally:
             self.__dict__.update(driven)
+        if not isinstance(self, GenericOptimizer):  # it called a fused step, which did the rest
+            return result
         table.masters.publish()
-        self._finish_step()
+        table.plan.finish_step()
+        if may_skip:
+            self._watch_skips()
         return result
-
-    def _finish_step(self) -> None:
-        self._rows.known().plan.finish_step()
-        self._watch_skips()
-
-    def _overflowed(self) -> bool:
-        """The one read of the device in a generic step; none with a static scale."""
-        driven = "found_inf" in self.__dict__
-        if not (driven or (self._under_amp and self.skip_on_overflow)):
-            return False
-        return bool(self._rows.known().inspector.state_field("skip").item())
 
     def _after_publishing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure evaluates the model, so the model has to follow the masters first."""
@@ -109,11 +107,10 @@ class GenericOptimizer(AmpOptimizer):
         if original is torch.optim.Optimizer.zero_grad:
             super().zero_grad(*args, **kwargs)
             return
-        self.materialize_gradients()
         original(self, *args, **kwargs)
         for param in parameters(self):  # a dropped gradient of a master is its weight's too
             if isinstance(param, MasterParameter) and param.grad is None:
-                param.model_param.grad = None
+                param.grad = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (self._original_class,), self.__getstate__()

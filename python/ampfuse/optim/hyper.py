@@ -41,23 +41,29 @@ def kernel_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> dict[str, An
     return {hyper.name: hyper.of(group) for hyper in algorithm.hypers}
 
 
+# Of what is at least 0, torch's words for it, and what it is below.
+_RANGES = {
+    "lr": ("learning rate", math.inf),
+    "beta1": ("beta parameter at index 0", 1.0),
+    "beta2": ("beta parameter at index 1", 1.0),
+    **{name: (f"{name} value", math.inf) for name in ("momentum", "weight_decay", "lr_decay")},
+    "eps": ("epsilon value", math.inf),
+}
+
+
 def check_range(hyper: Mapping[str, Any]) -> None:
     """Raise ValueError, in torch's words, for what no optimizer takes of `kernel_hyper`."""
-    if not hyper["lr"] >= 0.0:
-        raise ValueError(f"Invalid learning rate: {hyper['lr']}")
-    for i in (0, 1):
-        if not 0.0 <= (beta := hyper.get(f"beta{i + 1}", 0.0)) < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-    if not hyper.get("eps", 0.0) >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {hyper['eps']}")
-    if not hyper["weight_decay"] >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {hyper['weight_decay']}")
+    for name, value in hyper.items():
+        words, end = _RANGES.get(name, (name, None))
+        if not (value == value if end is None else 0.0 <= value < end):
+            raise ValueError(f"Invalid {words}: {value}")
 
 
 class _Sent(NamedTuple):
     """What the table has of a group."""
 
     rows: tuple[int, int] = (0, 0)
+    size: int = 0  # of the group: how many keys it had
     values: Sequence[Any] = ()  # as they stood in the group
     may_change: bool = True  # in place: some are lists, or tensors that the host reads
     lr: Tensor | None = None
@@ -95,17 +101,18 @@ class Hypers(Part):
             algorithm = optimizer.algorithm_in(group)
             values = list(map(group.get, self._keys_of(algorithm)))
             sent = self._sent[i] if i < len(self._sent) else _Sent()
-            is_sent = sent.rows == rows and not sent.may_change
+            is_sent = sent.rows == rows and not sent.may_change and sent.size == len(group)
             if is_sent and all(map(is_, values, sent.values)):
                 continue
+            may_change = optimizer._has_options(group)
             check_hyper(algorithm, group)
             optimizer._states.follow_group(i, group)
             lr, hyper = self.of(group)
             if sent.rows != rows or sent.lr is not lr or sent.hyper != hyper:
                 on_device = optimizer._on_device
                 table.set_hyper(begin, end, lr, hyper, on_device[i] if on_device else {})
-            may_change = any(value is not lr and not _is_constant(value) for value in values)
-            self._sent[i : i + 1] = [_Sent(rows, values, may_change, lr, hyper)]
+            may_change |= any(value is not lr and not _is_constant(value) for value in values)
+            self._sent[i : i + 1] = [_Sent(rows, len(group), values, may_change, lr, hyper)]
 
     def _keys_of(self, algorithm: Algorithm) -> list[str]:
         """What a step reads of a group of `algorithm`."""
@@ -116,21 +123,23 @@ class Hypers(Part):
         return self._keys[algorithm.name]
 
     def of(self, group: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-        """The rate, if the kernel reads it from a tensor on the device, and all the rest."""
+        """The rate, if the kernel reads it from a tensor on the device, and all the rest.
+
+        Raises ValueError for what is out of range.
+        """
         optimizer = self.optimizer
         hyper = kernel_hyper(optimizer.algorithm_in(group), group)
+        lr = hyper["lr"]
+        device = optimizer._rows.params[0].device if isinstance(lr, Tensor) else None
+        on_device = device is not None and lr.device == device and lr.dtype == torch.float32
+        hyper["lr"] = 0.0 if on_device else float(lr)
+        check_range(hyper)
         if optimizer.seed:
             hyper["seed"] = float(optimizer.seed)
         if optimizer.ema_decay is not None:
             hyper["ema_decay"] = float(optimizer.ema_decay)
         if optimizer._layerwise is not None:
             hyper.update(optimizer._layerwise.hyper)
-        lr = hyper["lr"]
-        if not isinstance(lr, Tensor):
-            return None, hyper
-        device = optimizer._rows.params[0].device
-        on_device = lr.device == device and lr.dtype == torch.float32
-        hyper["lr"] = 0.0 if on_device else float(lr)
         return (lr if on_device else None), hyper
 
 

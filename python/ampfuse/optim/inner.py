@@ -9,10 +9,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+def check_optimizer(value: Any, call: str) -> None:
+    """Raise TypeError, which says how to write `call`, unless `value` is or wraps an optimizer."""
+    if not hasattr(value, "param_groups"):
+        raise TypeError(
+            f"{call.partition('(')[0]} takes the optimizer, not {type(value).__name__}: "
+            f"write {call}."
+        )
+
+
 def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     """What `optimizer` steps, in the order of its groups."""
     for _, param in with_groups(optimizer):
         yield param
+
+
+def is_empty(optimizer: Any) -> bool:
+    """Whether there is nothing to step, in groups that may be filled later."""
+    groups = optimizer.param_groups
+    return bool(groups) and not any(group["params"] for group in groups)
 
 
 def with_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim.masters import HALF_DTYPES, leaf_of
+from ampfuse.optim.inner import parameters
+from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, leaf_of
 from ampfuse.optim.parts import Part
 from ampfuse.optim.shards import local, placed_as
 from ampfuse.uncompiled import uncompiled
@@ -23,13 +24,10 @@ class Ledger(Part):
     """Takes in backward passes whose gradients carry a loss scale, for an optimizer.
 
     Attributes:
-        in_backward: between `begin` and the call that ends the pass.
-        has_scaled: the last pass that ended left its gradients scaled (`mark`).
+        in_backward: a block of ``scale_loss`` is open: between `begin` and `end` or `cancel`.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self.in_backward = self.has_scaled = False
+    in_backward = False
 
     @property
     def _rows(self) -> Any:
@@ -42,27 +40,33 @@ class Ledger(Part):
         self.in_backward = True
 
     @uncompiled
-    def end(self, scale: Tensor, check: bool) -> bool:
+    def end(self, scale: Tensor, check: bool, delay: bool = False) -> bool:
         """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale.
 
+        Arguments:
+            delay: leave the verdict of the inspection to the next pass.
+
         Returns:
-            Whether the pass says something about the loss scale: not where there are shards, and
-            FSDP keeps the gradients until a pass that it synchronises. They carry the scale,
-            which must not change between.
+            Whether it left a gradient, or the delayed one before it did.
         """
-        self.in_backward = self.has_scaled = False
         gradients = self._rows.known().gradients
-        left, has_shards = gradients.end_backward(scale, check), self._rows.has_shards
-        if self.optimizer._under_amp and has_shards:
+        left = gradients.end_backward(scale, check, delay)
+        self.in_backward = False
+        if self.optimizer._under_amp and self._rows.has_shards:
             # A DTensor cannot do that when somebody looks at its gradient.
             gradients.materialize()
-        return left or not has_shards
+        return left
 
     @uncompiled
-    def mark(self, scale: Tensor) -> None:
-        """Take in a pass, but leave its gradients scaled until the next pass or the step."""
-        self.in_backward, self.has_scaled = False, True
-        self._rows.known().gradients.mark_backward(scale)
+    def check(self) -> None:
+        """Raise RuntimeError or TypeError for a gradient that no step takes."""
+        self._rows.known().gradients.check()
+
+    @property
+    def is_delayed(self) -> bool:
+        """The last pass left its verdict to the next one."""
+        table = self._rows.table
+        return table is not None and table.gradients.is_delayed
 
     def cancel(self) -> None:
         """The pass failed: drop what it left and keep what was there before."""
@@ -75,11 +79,17 @@ class Ledger(Part):
         self._rows.current()
         return [row for row, param in enumerate(self._rows.params) if id(leaf_of(param)) in params]
 
-    @uncompiled
-    def materialize(self) -> None:
-        """Put FP32 unscaled gradients into the masters, if they are not there yet."""
-        if self._rows.table is not None and not self.in_backward:
-            self._rows.table.gradients.materialize()
+    # Neither is called where Dynamo traces.
+
+    def look(self, param: Tensor) -> None:
+        """Somebody reads ``param.grad``: of a master or of its weight it is FP32 and unscaled."""
+        if self._rows.table is not None:
+            self._rows.table.gradients.look(param)
+
+    def assign(self, param: Tensor, value: Tensor | None) -> None:
+        """Somebody sets it: what is set is the gradient of the step, under both names."""
+        if self._rows.table is not None or value is not None:
+            (self._rows.table or self._rows.current()).gradients.assign(param, value)
 
     def unscale(self, scale: Tensor) -> Tensor:
         """Divide all gradients by `scale` (float32, 0-dim) now, exactly.
@@ -103,11 +113,19 @@ class Ledger(Part):
         return found_inf
 
     def check_before_step(self) -> None:
-        """Raise RuntimeError inside a scale_loss context."""
+        """Raise RuntimeError inside a scale_loss context, and where torch's GradScaler steps."""
         if self.in_backward:
             raise RuntimeError(
                 "step() was called inside the scale_loss context, where gradients are still "
                 "scaled. Call optimizer.step() after the with block."
+            )
+        optimizer = self.optimizer
+        is_torchs = "found_inf" in vars(optimizer) and not optimizer._scaler_is_ours
+        if is_torchs and any(isinstance(param, MasterParameter) for param in parameters(optimizer)):
+            raise RuntimeError(
+                "torch.amp.GradScaler does not see the half-precision gradients of an optimizer "
+                "that went through amp.initialize. Write `with amp.scale_loss(loss, optimizer) as "
+                "scaled_loss: scaled_loss.backward()` and optimizer.step(), without a scaler."
             )
 
 

@@ -51,9 +51,9 @@ def pop_master(state: dict[str, Any], param: Tensor) -> Tensor | None:
     return master if remainder is None else joined_master(param, remainder)
 
 
-def is_master_alone(state: Any) -> bool:
-    """Whether the state of a parameter is what it has before the first step."""
-    return isinstance(state, dict) and bool(state) and state.keys() <= {*MASTERS, "_model_version"}
+def has_begun(state: Any) -> bool:
+    """Whether the state of a parameter is more than its master, which it has before a step."""
+    return not isinstance(state, dict) or not state.keys() <= {*MASTERS, "_model_version"}
 
 
 def gradient_as_it_is(param: Tensor) -> Tensor | None:
@@ -66,33 +66,57 @@ def leaf_of(param: Tensor) -> Tensor:
     return param.model_param if isinstance(param, MasterParameter) else param
 
 
+class _SameKey(Tensor):
+    """What ``==`` of a weight and its master gives, element by element: true as a whole."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def __bool__(self) -> bool:
+        return True
+
+
 class _LazyGradParameter(torch.nn.Parameter):
-    """A parameter whose ``.grad`` an optimizer brings up to date when somebody looks at it."""
+    """A parameter of whose ``.grad`` an optimizer knows who looks at it and who sets it.
+
+    As the key of a dict or in a set a master and its weight are one. So what goes from the model's
+    parameters to an optimizer's by such keys, as torch.distributed.checkpoint, finds the masters in
+    its groups and their states; and no optimizer takes both.
+    """
+
+    __hash__ = torch.nn.Parameter.__hash__
+
+    def __eq__(self, other: Any) -> Any:
+        equal = super().__eq__(other)
+        if isinstance(other, Tensor) and other is not self and leaf_of(other) is leaf_of(self):
+            return equal.as_subclass(_SameKey)
+        return equal
 
     # The optimizer that knows where the gradients of its masters are, as long as it lives.
     _owner: Callable[[], Any] = staticmethod(lambda: None)
 
-    def _materialize(self) -> None:
+    def _knower(self) -> Any:
         # Dynamo looks too, and accepts no gradient of another type than the weight's.
-        if torch.compiler.is_compiling():
-            return
-        if (owner := self._owner()) is not None:
-            owner.materialize_gradients()
+        return None if torch.compiler.is_compiling() else self._owner()
 
     @property
     def grad(self) -> Tensor | None:
-        self._materialize()
+        if (owner := self._knower()) is not None:
+            owner.look_at_gradient(self)
         return _raw_grad.__get__(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._materialize()
-        _raw_grad.__set__(self, value)
+        owner = self._knower()
+        # What was read of a half weight may be set again, which torch would refuse.
+        is_float32 = isinstance(value, Tensor) and value.dtype == torch.float32
+        if owner is None or not is_float32:
+            _raw_grad.__set__(self, value)
+        if owner is not None:
+            owner.assign_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        self._materialize()
-        _raw_grad.__delete__(self)
+        self.grad = None
 
 
 class ModelParameter(_LazyGradParameter):
@@ -130,6 +154,10 @@ class MasterParameter(_LazyGradParameter):
     def of(cls, model_param: Tensor) -> MasterParameter:
         """The exact FP32 copy of `model_param`, laid out in memory alike."""
         return _rebuild(exact_float32(model_param), model_param)
+
+    def __hash__(self) -> int:
+        weight = self.model_param  # one of another class has keys of its own
+        return id(weight if type(weight) in (torch.nn.Parameter, ModelParameter) else self)
 
     def set_owner(self, optimizer: Any) -> None:
         """The first to ask has it: one that wraps `optimizer` knows the gradients of amp."""
@@ -172,13 +200,17 @@ def takes_master(param: Tensor) -> bool:
     return param.dtype in HALF_DTYPES and not is_sharded(param)
 
 
-def install_masters(optimizer: torch.optim.Optimizer) -> None:
+def install_masters(
+    optimizer: torch.optim.Optimizer, masters: dict[Tensor, MasterParameter]
+) -> None:
     """Replace half parameters in `optimizer`'s groups by FP32 masters, in place, state and all.
 
     So also in the optimizers that it wraps, whether or not they share groups and state with it.
+
+    Arguments:
+        masters: by weight, those that there are; new ones are added.
     """
     optimizers = with_inner(optimizer)
-    masters: dict[Tensor, MasterParameter] = {}
     for group in [group for each in optimizers for group in each.param_groups]:
         for i, param in enumerate(group["params"]):
             if not takes_master(param) or not param.requires_grad:
@@ -189,7 +221,8 @@ def install_masters(optimizer: torch.optim.Optimizer) -> None:
                 masters[param].set_owner(optimizer)
             group["params"][i] = masters[param]
     for state in [getattr(each, "state", {}) for each in optimizers]:
-        for param in [key for key in state if isinstance(key, Tensor) and key in masters]:
+        weights = [key for key in state if isinstance(key, Tensor) and takes_master(key)]
+        for param in filter(masters.__contains__, weights):
             kept, master = state.pop(param), masters[param]
             # Edits of the weight since its master was loaded are followed, as with any master.
             master.model_version = kept.pop("_model_version", master.model_version)

@@ -140,17 +140,17 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
 
         def between(stepped: list[int]) -> Callable[[], None]:
             gathered = self._gathered({row: scratch[row] for row in stepped})
+            matrices = {row: scratch[row] for row in stepped if not is_sharded(rows.params[row])}
+            for each in gathered:
+                matrices |= each.wait()
+            with torch.autocast(table.param(0).device.type, enabled=False):
+                orthogonalize((matrices[row], rows.group_of(row)) for row in sorted(matrices))
+            for each in gathered:
+                each.give_back()  # while other rows are updated
 
             def finish() -> None:
-                matrices = {
-                    row: scratch[row] for row in stepped if not is_sharded(rows.params[row])
-                }
                 for each in gathered:
-                    matrices |= each.wait()
-                with torch.autocast(table.param(0).device.type, enabled=False):
-                    orthogonalize((matrices[row], rows.group_of(row)) for row in sorted(matrices))
-                for each in gathered:
-                    each.give_back()
+                    each.take_back()
 
             return finish
 

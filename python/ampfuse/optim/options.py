@@ -16,7 +16,7 @@ class Options(TypedDict, total=False):
 
     Set as attributes they hold from the next step on; `master_weights`, `state_dtype` and
     `rounding` cannot change after the first one. A parameter group may have its own `state_dtype`;
-    others in a group are without effect.
+    others in a group raise ValueError, when it is added or at the next step.
 
     Arguments:
         master_weights: keep an FP32 master (``state[p]["master_param"]``) for each half parameter,
@@ -39,8 +39,10 @@ class Options(TypedDict, total=False):
             (p - avg)`` after each step, in FP32 (``state[p]["ema"]``); see ``swap_ema``.
         max_grad_norm: clip all gradients to this L2 norm inside the step, as
             ``torch.nn.utils.clip_grad_norm_``; a non-finite gradient then skips the step.
-        skip_nonfinite: skip the step if a gradient holds inf or NaN. A GradScaler and dynamic loss
-            scaling do so anyway.
+        skip_nonfinite: skip the step if a gradient holds inf or NaN: nothing changes then, and a
+            warning of the logger "ampfuse.optim" tells of it. A step that looks for nothing else
+            reads all gradients once more for that. None, the default, is True, but False under amp
+            at O0 to O3. A GradScaler, dynamic loss scaling and clipping skip anyway.
         unscale_grads: after a step that a GradScaler drives, FP32 gradients read unscaled (and not
             clipped), as with torch's fused optimizers; a skipped step leaves them as they were, and
             half ones stay scaled. False: the step writes 4 bytes less per element, and
@@ -58,7 +60,7 @@ class Options(TypedDict, total=False):
     seed: int
     ema_decay: float | None
     max_grad_norm: float | None
-    skip_nonfinite: bool
+    skip_nonfinite: bool | None
     unscale_grads: bool
 
 
@@ -71,7 +73,7 @@ class WithOptions:
     seed: int = 0
     ema_decay: float | None = None
     max_grad_norm: float | None = None
-    skip_nonfinite: bool = False
+    skip_nonfinite: bool | None = None
     unscale_grads: bool = True
 
 
@@ -85,9 +87,11 @@ RULES = {
     ),
     "ema_decay": Rule(lambda value: value is None or 0 <= value < 1, "in [0, 1), or None"),
     "max_grad_norm": Rule(lambda value: value is None or value > 0, "positive, or None"),
-    "skip_nonfinite": FLAG,
+    "skip_nonfinite": one_of(True, False, None),
     "unscale_grads": FLAG,
 }
+# Of which 1 and 0 are True and False.
+FLAGS = {"master_weights", "skip_nonfinite", "unscale_grads"}
 # What rows are made by.
 FIXED = {"master_weights", "rounding"}
 

@@ -51,6 +51,8 @@ class Rows(Part):
         self.names: dict[int, str] = {}
         self.has_shards = False
         self.ranks: Ranks | None = None
+        # By weight, all that ever stood in the groups: they may be made anew from the weights.
+        self.masters: dict[Tensor, MasterParameter] = {}
         # Half parameters that have no masters as they are frozen; None: look again.
         self._frozen: list[Tensor] | None = None
 
@@ -59,6 +61,9 @@ class Rows(Part):
         """The table, with a row for each parameter of ``param_groups``."""
         self.make_masters()
         optimizer, table = self.optimizer, self.table
+        if table is not None and table.holds(groups=optimizer.param_groups):
+            return table
+        self.make_masters(anew=True)  # perhaps of the model's weights
         if table is not None and table.holds(groups=optimizer.param_groups):
             return table
         params = list(parameters(optimizer))
@@ -112,6 +117,8 @@ class Rows(Part):
 
     def forget(self) -> None:
         """Rows are made anew from the groups at the next use."""
+        if self.table is not None:  # the next one knows of no loss scale
+            self.table.gradients.materialize()
         self.table = self.plan = self._frozen = None  # a plan keeps its table alive
 
     def parameter_names(self) -> list[str]:
@@ -155,28 +162,17 @@ class Rows(Part):
         for param in filter(self.is_split, parameters(self.optimizer)):
             materialize_on_sight(param, self.optimizer)
 
-    def master_added_group(self) -> None:
-        """The last group is new: its half parameters get masters. Raises ValueError."""
-        if not self.installs_masters:
-            return
-        *groups, added = self.optimizer.param_groups
-        known = {id(leaf_of(param)) for group in groups for param in group["params"]}
-        if not known.isdisjoint(map(id, added["params"])):
-            self.optimizer.param_groups.pop()
-            raise ValueError("some parameters appear in more than one parameter group")
-        self._frozen = None
-        self.make_masters()
+    def make_masters(self, *, anew: bool = False) -> None:
+        """Masters in the groups for half parameters that are trained and have none yet.
 
-    def make_masters(self) -> None:
-        """Masters in the groups for half parameters that are trained and have none yet."""
+        `anew`: the groups have changed.
+        """
         if not self.installs_masters:
             return
-        if self._frozen is None:
+        if self._frozen is None or anew:
             self._frozen = [param for param in parameters(self.optimizer) if takes_master(param)]
         if any(param.requires_grad for param in self._frozen):
-            if self.table is not None:  # there may have been passes
-                self.optimizer.materialize_gradients()
-            install_masters(self.optimizer)
+            install_masters(self.optimizer, self.masters)
             self._frozen = None
 
     def _add_row(self, table: ParamTable, row: int, param: Tensor, name: str) -> None:
@@ -188,6 +184,7 @@ class Rows(Part):
         shard, under_amp = local(param), optimizer._under_amp
         if isinstance(param, MasterParameter):
             param.set_owner(optimizer)
+            self.masters[param.model_param] = param
             table.add_row(param, param.model_param, name, param.model_version, **more)
         elif self.is_split(param):
             if under_amp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from ampfuse._schema import STORAGES
 from ampfuse.optim.checks import check
-from ampfuse.optim.masters import MASTERS, exact_float32, is_master_alone
+from ampfuse.optim.inner import parameters
+from ampfuse.optim.masters import MASTERS, exact_float32, has_begun
 from ampfuse.optim.options import RULES, changed_too_late
 from ampfuse.optim.parts import Part
 from ampfuse.optim.shards import local, on_shards
@@ -24,17 +26,34 @@ if TYPE_CHECKING:
 _Kept = tuple[str, tuple[str, ...]]
 
 
+class StateOfParameters(defaultdict[Tensor, Any]):
+    """``optimizer.state`` of a fused optimizer: true, and whole, to whoever asks whether it is.
+
+    torch.distributed.checkpoint asks that before it reads an optimizer or loads one, of which it
+    loads what is there. Where nothing is, it would make a step with gradients of zero.
+    """
+
+    states: States | None = None
+
+    def __bool__(self) -> bool:
+        return (self.states is not None and self.states.make_all()) or len(self) > 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
 class States(Part):
     """The tensors of ``optimizer.state`` that the table of an optimizer works on.
 
     Attributes:
         are_bound: whether the table has what was in ``state`` at the last look.
+        are_shown: whether somebody asked for all of them, with their counts.
     """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.algorithm = optimizer.algorithm
-        self.are_bound = False
+        self.are_bound = self.are_shown = False
         # At the last look: of each group, and whether there were averages.
         self._by_group: list[_Kept] = []
         self._has_averages = False
@@ -110,8 +129,7 @@ class States(Part):
                 saved.append(number.reshape(()))
             column.copy_(torch.stack(saved))
         for row, param in enumerate(params):
-            state = optimizer.state.get(param)
-            if (state and not is_master_alone(state)) or row in self._pinned:
+            if has_begun(optimizer.state.get(param, {})) or row in self._pinned:
                 self.init_row(row)
             else:
                 self._table.set_states(row, None)  # made at the row's next gradient
@@ -121,6 +139,28 @@ class States(Part):
         """The table has all that is in ``state`` now."""
         self._table.remember(states=self.optimizer.state)
         self.are_bound = True
+
+    @torch.no_grad()
+    def make_all(self) -> bool:
+        """Make what the first gradients would, where there are parameters and their step is ours.
+
+        A count of 0 says of each that it has not begun. Returns whether they are there.
+        """
+        optimizer = self.optimizer
+        is_ours = optimizer is not None and not optimizer._has_own_step
+        if not is_ours or next(parameters(optimizer), None) is None:
+            return False
+        optimizer._check_not_swapped("what looks at states")
+        if not self.are_shown:
+            self.drop_unstarted()
+            self.are_bound, self.are_shown = False, True
+        optimizer.keep_bound()
+        for row, param in enumerate(optimizer._rows.params):
+            if param.requires_grad and not has_begun(optimizer.state.get(param, {})):
+                self.init_row(row)
+        self.remember()
+        optimizer._is_asked_by_torch = True
+        return True
 
     def init_row(self, row: int) -> None:
         """State for a row; zeros where there is none. Counts are views of a column."""
@@ -173,7 +213,7 @@ class States(Part):
 
     # torch's SGD keeps no step count: a buffer that exists has been started. Ours is a device
     # column, so a buffer that exists may still wait for its first applied step. It is in the state
-    # where random bits depend on it.
+    # where random bits depend on it, and in those that were asked for.
 
     def _bind_numbers(self, state: dict[str, Any], row: int) -> None:
         columns = self._columns()
@@ -181,7 +221,8 @@ class States(Part):
             if self._start.storage_in(state) is not None:
                 self._started.append((state, columns["step"][row]))
             storage = STORAGES[self.storage_of(self.optimizer._rows.group_of(row))]
-            if not (self.optimizer.rounding == "stochastic" or storage.rounds_at_random):
+            is_random = self.optimizer.rounding == "stochastic" or storage.rounds_at_random
+            if not (is_random or self.are_shown):
                 state.pop("step", None)
                 return
         for name, column in columns.items():
@@ -203,7 +244,7 @@ class States(Part):
 
     def drop_unstarted(self) -> None:
         """Write None for states whose first step was skipped, as torch would have them."""
-        if not self._started:
+        if not self._started or self.are_shown:
             return
         start, counts = self._start, torch.stack([count for _, count in self._started]).tolist()
         for (state, _), count in zip(self._started, counts, strict=True):

@@ -46,6 +46,8 @@ def upgrade(
     if not (is_fused(optimizer) or isinstance(optimizer, GenericOptimizer)):
         optimizer.__class__ = fused_class(optimizer) or generic_class(cls)
         _follow_class(optimizer)
+        if isinstance(optimizer, FusedOptimizer):
+            optimizer.note_keys_of_others()
     assert isinstance(optimizer, AmpOptimizer)
     optimizer.go_under_amp(master_weights=master_weights, names=names or {})
     if not master_weights:
@@ -94,6 +96,8 @@ def _follow_class(optimizer: torch.optim.Optimizer) -> None:
     # torch's constructor has not made is made here: the lists of hooks, at least.
     optimizer.__dict__.setdefault("defaults", {})
     torch.optim.Optimizer.__setstate__(optimizer, {})
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.state = optimizer.state
     step = optimizer.__dict__.get("step")
     if getattr(step, "_wrapped_by_lr_sched", False):
         # A scheduler built earlier wrapped the old class's step, to see that step was called.

@@ -18,6 +18,7 @@ except ImportError:
 parser = argparse.ArgumentParser()
 parser.add_argument("--no-apex", action="store_true")
 parser.add_argument("--fp16", action="store_true", help="an FP16 model, scaled by this program")
+parser.add_argument("--deprecated-fused-adam", action="store_true")
 parser.add_argument("--opt-level", default="", help="amp's, instead")
 
 
@@ -60,6 +61,32 @@ class MemoryEfficientAdam(FusedAdam if has_apex else torch.optim.Adam):
             for p, exact in copies:
                 p.data.copy_(exact)
         return loss
+
+
+class FusedAdamV1(torch.optim.Optimizer):
+    """Around apex's old extension, which writes the half parameters too."""
+
+    def __init__(self, params, lr, betas, weight_decay, eps=1e-8):
+        global fused_adam_cuda
+        import fused_adam_cuda
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, eps=eps))
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p_data_fp32 = p.data.float()
+                state = self.state[p]
+                if len(state) == 0:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(p_data_fp32)
+                    state["exp_avg_sq"] = torch.zeros_like(p_data_fp32)
+                beta1, beta2 = group["betas"]
+                state["step"] += 1
+                fused_adam_cuda.adam(
+                    p_data_fp32, p.data, state["exp_avg"], state["exp_avg_sq"], p.grad.data,
+                    group["lr"], beta1, beta2, group["eps"], 1.0, state["step"], 1, 1,
+                    group["weight_decay"],
+                )
 
 
 class Scaler:
@@ -110,6 +137,8 @@ def main():
     options = {"lr": 0.02, "betas": (0.9, 0.98), "weight_decay": 0.01}
     if args.no_apex:
         optimizer = torch.optim.AdamW(model.parameters(), **options)
+    elif args.deprecated_fused_adam:
+        optimizer = FusedAdamV1(model.parameters(), **options)
     else:
         optimizer = MemoryEfficientAdam(model.parameters(), **options)
     if args.opt_level:

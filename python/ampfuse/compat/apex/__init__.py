@@ -1,30 +1,17 @@
 """ampfuse under the names of NVIDIA's apex, for scripts written for it.
 
-Three ways in, the last of which leaves a script as it is:
-
-- ``import ampfuse.compat.apex as apex``;
-- ``ampfuse.compat.apex.install()`` before the first ``import apex``;
-- ``python -m ampfuse.compat.apex train.py ARGS...``.
-
+Scripts have ``import ampfuse.compat.apex as apex``; or call ``ampfuse.compat.apex.install()``
+before the first ``import apex``; or are run by ``python -m ampfuse.compat.apex train.py ARGS...``.
 The interface is apex's, the known defects are not: masters are saved, resuming is exact, models
-copy and pickle, and CPU tensors and BF16 are welcome.
+copy, and CPU tensors and BF16 are welcome.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 import warnings
 
-from ampfuse.compat.apex import (
-    amp,
-    amp_C,
-    apex_C,
-    contrib,
-    fp16_utils,
-    multi_tensor_apply,
-    normalization,
-    optimizers,
-    parallel,
-)
 from ampfuse.compat.apex.installing import install, installed_apex, uninstall
 
 
@@ -35,3 +22,33 @@ class DeprecatedFeatureWarning(FutureWarning):
 def deprecated_warning(msg: str) -> None:
     """Warn with a :class:`DeprecatedFeatureWarning`. Nothing in here does."""
     warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=2)
+
+
+for _name in (
+    "amp amp_C apex_C contrib fp16_utils fused_adam_cuda mlp multi_tensor_apply normalization "
+    "optimizers parallel reparameterization"
+).split():
+    importlib.import_module(f"{__name__}.{_name}")
+
+# apex's modules whose contents are in another one here: that, their package, their names.
+for _row in (
+    "amp amp amp",
+    "amp.handle amp legacy opt overflow_report",
+    "contrib.clip_grad contrib.clip_grad clip_grad",
+    "contrib.optimizers contrib.optimizers fp16_optimizer fused_adam fused_lamb fused_sgd",
+    "contrib.xentropy contrib.xentropy softmax_xentropy",
+    "fp16_utils fp16_utils fp16util loss_scaler",
+    "mlp mlp mlp",
+    "multi_tensor_apply multi_tensor_apply multi_tensor_apply",
+    "normalization normalization fused_layer_norm",
+    "optimizers.fused optimizers fused_adagrad fused_adam fused_lamb fused_novograd fused_sgd",
+    "optimizers.fused optimizers fused_mixed_precision_lamb",
+    "parallel parallel distributed optimized_sync_batchnorm sync_batchnorm",
+    "reparameterization reparameterization reparameterization weight_norm",
+):
+    _module, _package, *_names = _row.split()
+    _here, _parent = (sys.modules[f"{__name__}.{_name}"] for _name in (_module, _package))
+    vars(_parent).setdefault("__path__", [])  # a package's: Python asks for modules in it
+    for _name in _names:
+        vars(_parent).setdefault(_name, _here)
+        sys.modules[f"{_parent.__name__}.{_name}"] = _here

@@ -18,22 +18,18 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT", help="the script, as given to python")
-    parser.add_argument(
-        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's arguments"
-    )
+    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
     options = parser.parse_args(argv)
     if not options.module and not os.path.exists(options.script):
         parser.error(f"there is no file {options.script}")
 
     # As python sets them, before looking for another apex: one may lie beside the script.
-    sys.path[0] = (
-        os.getcwd() if options.module else os.path.dirname(os.path.abspath(options.script))
-    )
+    folder = os.path.dirname(os.path.abspath(options.script))
+    sys.path[0] = os.getcwd() if options.module else folder
     sys.argv = [options.script, *options.args]
     other = installed_apex()
     install()
-    # For processes that the script spawns. A script may take sys.path[0] for its own folder;
-    # another apex may lie there.
+    # For processes that the script spawns. Another apex may lie in sys.path[0], its own folder.
     sys.path.insert(1 if other is None else 0, str(ON_PATH))
     if options.module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)

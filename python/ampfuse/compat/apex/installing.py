@@ -1,8 +1,8 @@
-"""Put these modules where ``import apex``, ``amp_C`` and ``apex_C`` look."""
+"""Put these modules where ``import apex`` and the names of its extensions look."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.abc
 import importlib.util
 import sys
 import warnings
@@ -12,13 +12,32 @@ from typing import Any
 
 import torch
 
-from ampfuse.compat.apex.left_out import LEFT_OUT
-from ampfuse.compat.names import EXTENSIONS
+from ampfuse.compat.names import EXTENSIONS, instead_of
 
 _HERE = "ampfuse.compat.apex"
-# A folder of modules of these names which lead here. On ``sys.path`` it reaches the
-# processes that multiprocessing spawns, which get nothing else of a program's set-up.
+# Modules of these names which lead here: on ``sys.path``, processes that are spawned find them.
 ON_PATH = Path(__file__).parent / "on_path"
+
+
+class LeftOut(importlib.abc.MetaPathFinder):
+    """The last of finders: for every submodule of apex an error that says what takes its place.
+
+    Python looks for a submodule also where ``from package import name`` finds no attribute.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        installed = getattr(sys.modules.get("apex"), "__name__", "") == _HERE
+        if fullname.startswith((f"{_HERE}.", "apex.") if installed else f"{_HERE}."):
+            name = fullname.replace(_HERE, "apex", 1)
+            # By another name than the one that Python asked for: of that, it would say nothing.
+            raise ModuleNotFoundError(
+                f"ampfuse leaves out {name}: use {instead_of(name)}; docs/from_apex.md lists what "
+                "becomes of apex's names.",
+                name=name,
+            )
+
+
+LEFT_OUT = LeftOut()
 
 
 def installed_apex() -> str | None:
@@ -33,17 +52,11 @@ def installed_apex() -> str | None:
 
 
 def install() -> ModuleType:
-    """Have ``import apex``, ``apex.amp``, ..., ``amp_C`` and ``apex_C`` find ampfuse's.
+    """Have ``import apex``, ``apex.amp``, ..., and the extensions' names find ampfuse's; return it.
 
     Call it before anything imports apex. Old checkpoints that hold apex's pickled loss scalers then
     load too, also with ``torch.load(..., weights_only=True)``. If another apex is installed, a
-    warning names it.
-
-    Returns:
-        What ``import apex`` gives from now on.
-
-    Raises:
-        RuntimeError: another apex has been imported already; modules hold on to it.
+    warning names it; if it was imported already, that is a RuntimeError: modules hold on to it.
     """
     other = installed_apex()
     if other is not None and "apex" in sys.modules:
@@ -52,10 +65,8 @@ def install() -> ModuleType:
             "before anything imports apex, or leave it out to stay with that one."
         )
     if other is not None:
-        warnings.warn(
-            f"apex is ampfuse's ({_HERE}), although another one is installed at {other}.",
-            stacklevel=2,
-        )
+        which = f"apex is ampfuse's ({_HERE}), although another one is installed at {other}."
+        warnings.warn(which, stacklevel=2)
     return take_names()
 
 
@@ -63,7 +74,6 @@ def take_names() -> ModuleType:
     """What :func:`install` does, without a word of another apex."""
     package = importlib.import_module(_HERE)
     sys.modules.update(_modules())
-    sys.modules.update({name: getattr(package, name) for name in EXTENSIONS})
     torch.serialization.add_safe_globals(_old_pickles())
     if LEFT_OUT not in sys.meta_path:
         sys.meta_path.append(LEFT_OUT)
@@ -71,11 +81,8 @@ def take_names() -> ModuleType:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: the names lead nowhere again, and apex's old pickles are refused.
-
-    Who has imported them keeps the modules.
-    """
-    for name in (*EXTENSIONS, *_modules()):
+    """Undo :func:`install`, but for who has imported the modules; old pickles are refused again."""
+    for name in _modules():
         if getattr(sys.modules.get(name), "__name__", "").startswith(_HERE):
             del sys.modules[name]
     if LEFT_OUT in sys.meta_path:
@@ -88,20 +95,20 @@ def uninstall() -> None:
 
 def _modules() -> dict[str, ModuleType]:
     """All modules of this package, which imports them itself, by their names in apex."""
-    return {
+    found = {
         name.replace(_HERE, "apex", 1): module
         for name, module in list(sys.modules.items())
         if f"{name}.".startswith(f"{_HERE}.") and not name.endswith(".__main__")
     }
+    return found | {name: found[f"apex.{name}"] for name in EXTENSIONS}
 
 
 def _old_pickles() -> list[Any]:
     """The loss scalers that apex pickled into checkpoints, for ``weights_only=True``."""
-    from ampfuse.compat.apex.amp import scaler
-    from ampfuse.compat.apex.fp16_utils import loss_scaler
+    from ampfuse.compat.apex import amp, fp16_utils
 
     return [
-        (scaler.LossScaler, "apex.amp.scaler.LossScaler"),
-        (loss_scaler.LossScaler, "apex.fp16_utils.loss_scaler.LossScaler"),
-        (loss_scaler.DynamicLossScaler, "apex.fp16_utils.loss_scaler.DynamicLossScaler"),
+        (amp.scaler.LossScaler, "apex.amp.scaler.LossScaler"),
+        (fp16_utils.LossScaler, "apex.fp16_utils.loss_scaler.LossScaler"),
+        (fp16_utils.DynamicLossScaler, "apex.fp16_utils.loss_scaler.DynamicLossScaler"),
     ]

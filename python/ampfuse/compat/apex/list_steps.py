@@ -1,14 +1,16 @@
 """The optimizers of ``amp_C``: one step on lists of tensors, as a table over the algorithms.
 
-Gradients, parameters and states have the types that apex's had, or bfloat16 where it took float16;
-there is no float64. Arithmetic is FP32. The flag, where an optimizer reads it, stops everything.
-`mode` is 0 for weight decay through the gradient and 1 for decoupled decay.
+Types are those that apex's had, or bfloat16 where it took float16; there is no float64. Arithmetic
+is FP32. The flag, where an optimizer reads it, stops everything. `mode` is 0 for weight decay
+through the gradient and 1 for decoupled decay.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from ampfuse import _core, ops
 from ampfuse._schema import ALGORITHMS
-from ampfuse.compat.apex.tensor_lists import TensorLists, checked, set_flag, typed_rows
+from ampfuse.compat.apex.signatures import takes
+from ampfuse.compat.apex.tensor_lists import checked, set_flag, typed_rows
 
 Lists = dict[str, list[Tensor]]
 Numbers = dict[str, Any]
@@ -25,38 +28,30 @@ _MOMENTS = "grads:a params:b exp_avg:F exp_avg_sq:F"
 _ADAM = "lr beta1 beta2 eps step mode bias_correction weight_decay"
 _LAMB = (
     "lr beta1 beta2 eps step bias_correction weight_decay grad_averaging mode "
-    "global_grad_norm max_grad_norm use_nvlamb"
+    "global_grad_norm max_grad_norm"
 )
 
 
 def _takes(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
     """Make ``f(noop_flag, lists, numbers)`` an operation of ``amp_C``.
 
-    Arguments:
-        numbers: what follows the lists of tensors in a call, in that order. `use_nvlamb` is False
-            where it is left out. Those ``per_tensor`` are tensors of as many elements.
-        lists: what the lists hold: gradients, parameters, half weights that receive these (models),
-            a place for updates, and the states of the algorithm, each with its type as
-            :func:`typed_rows` reads it. A second text is for calls with one list more.
+    `numbers` follow the lists of tensors in a call; those ``per_tensor`` are tensors of as many
+    elements. `lists` are gradients, parameters, half weights that receive these (models), a place
+    for updates, and the states of the algorithm, each with its type as :func:`typed_rows` reads it.
+    A second text is for calls with one list more.
     """
-    names = numbers.split()
 
     def decorate(run: Callable[[Tensor, Lists, Numbers], None]) -> Callable[..., None]:
+        @takes(f"noop_flag tensor_lists {numbers}", first="chunk_size")
         @functools.wraps(run)
-        def operation(
-            chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *given: Any
-        ) -> None:
-            if names[-1] == "use_nvlamb" and len(given) == len(names) - 1:
-                given = (*given, False)
-            if len(given) != len(names):
-                raise TypeError(f"{run.__name__} takes, after the lists, {', '.join(names)}.")
-            typed = typed_rows(run.__name__, tensor_lists, *lists)
-            values, length = dict(zip(names, given, strict=True)), len(tensor_lists[0])
-            for name in names:
-                if name.startswith("per_tensor") and values[name].numel() != length:
-                    found = f"{name} has {values[name].numel()} elements for {length} tensors"
+        def operation(chunk_size: int, given: Numbers) -> None:
+            noop_flag, tensor_lists = given.pop("noop_flag"), given.pop("tensor_lists")
+            typed, length = typed_rows(run.__name__, tensor_lists, *lists), len(tensor_lists[0])
+            for name, value in given.items():
+                if name.startswith("per_tensor") and value.numel() != length:
+                    found = f"{name} has {value.numel()} elements for {length} tensors"
                     raise RuntimeError(f"{run.__name__}: {found}.")
-            run(noop_flag, typed, values)
+            run(noop_flag, typed, given)
 
         return operation
 
@@ -81,15 +76,14 @@ def multi_tensor_sgd(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     # apex rounds the step to the type of half parameters before adding it. So the step is made in
     # FP32, from the decay on where that comes late, and rounded as half weights of masters are.
     decay = given.pop("weight_decay")
-    if given["wd_after_momentum"] and decay:
-        step = [p.float() * (-given["lr"] * decay) for p in params]
-    else:
-        step = [torch.zeros_like(p, dtype=torch.float32) for p in params]
+    late = -given["lr"] * decay * bool(given["wd_after_momentum"])
+    step = [p.float() * late if late else torch.zeros_like(p, dtype=torch.float32) for p in params]
     scaled = [torch.empty_like(t) for t in step]
-    if given["wd_after_momentum"] or not decay:
-        checked(ops.scale, grads, scaled, given["scale"])
+    early = 0.0 if given["wd_after_momentum"] else decay
+    if early:
+        checked(ops.axpby, grads, params, scaled, given["scale"], early)
     else:
-        checked(ops.axpby, grads, params, scaled, given["scale"], decay)
+        checked(ops.scale, grads, scaled, given["scale"])
     rounded = [torch.zeros_like(p) for p in params]
     _step("sgd", lists | {"grads": scaled, "params": step, "models": rounded}, given, stop=stop)
     torch._foreach_add_(params, rounded)
@@ -105,19 +99,18 @@ def multi_tensor_adam(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
 def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """:func:`multi_tensor_adam` with `lr`, `step` and `inv_scale` on the device.
 
-    The gradients are multiplied by `inv_scale`, also where they are. A flag of 1 stops it. The
-    moments are stored as they are (apex rounded them to the type of the parameter).
+    The gradients are multiplied by `inv_scale`, also where they are. A flag of 1 stops it.
     """
-    _adam_on_device(noop_flag, lists, given)
+    grads, inverse = lists["grads"], _floats(given["inv_scale"], lists)
+    stop = (noop_flag == 1).float()
+    _step("adam", lists, given, loss_scale=1 / inverse, stop=stop)
+    checked(ops.unscale, grads, grads, torch.where(stop > 0, torch.ones_like(inverse), inverse))
 
 
 @_takes(f"{_ADAM} inv_scale", "grads:a models:b exp_avg:F exp_avg_sq:F params:F")
 def multi_tensor_adam_capturable_master(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
-    """:func:`multi_tensor_adam_capturable` on float32 masters, the fifth list.
-
-    The parameters become what the masters round to.
-    """
-    _adam_on_device(noop_flag, lists, given)
+    """... on float32 masters, the fifth list; the parameters become what these round to."""
+    inspect.unwrap(multi_tensor_adam_capturable)(noop_flag, lists, given)
 
 
 @_takes("lr eps mode weight_decay", "grads:a params:a sum:a")
@@ -137,8 +130,7 @@ def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, given: Numbers) -> No
     bias correction they are corrected wherever they started. `norm_type`: 2, or 0 for the maximum.
     `mode` 0: norms and decay act on the gradient, before the moment; 1: on the moment.
     """
-    kind = given["norm_type"]
-    if kind not in (0, 2):
+    if (kind := given["norm_type"]) not in (0, 2):
         raise RuntimeError(f"multi_tensor_novograd: norm_type is 2, or 0 for the maximum: {kind}")
     # An average that started at the first norm would not be corrected without init_zero.
     given |= {"init_zero": True, "reg_inside_moment": 1 - given["mode"]}
@@ -146,27 +138,27 @@ def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, given: Numbers) -> No
     _norms(noop_flag, lists["grads"])
 
 
-@_takes(_LAMB, "grads:a params:a exp_avg:a exp_avg_sq:a")
+@_takes(f"{_LAMB} use_nvlamb=False", "grads:a params:a exp_avg:a exp_avg_sq:a")
 def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """LAMB on (gradients, parameters, exp_avg, exp_avg_sq); leaves the update in the gradients.
 
-    Gradients are first divided by `global_grad_norm` / `max_grad_norm` if that is more than 1. Sets
-    the flag for parameters and updates that are not finite.
+    They are first divided by `global_grad_norm` / `max_grad_norm` if that is more than 1. Sets the
+    flag for parameters and updates that are not finite.
     """
     _lamb(noop_flag, lists, given, stops=False)
 
 
 @_takes(
-    f"{_LAMB} found_inf inv_scale",
+    f"{_LAMB} use_nvlamb found_inf inv_scale",
     "grads:a params:a exp_avg:a exp_avg_sq:a",
     "grads:a params:F exp_avg:F exp_avg_sq:F models:b",
 )
 def multi_tensor_lamb_mp(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """:func:`multi_tensor_lamb` with numbers on the device and, as a fifth list, half weights.
 
-    Gradients are multiplied by `inv_scale` too. Reads and sets the flag: one that is set stops
-    everything; a parameter that is not finite does so as well, and an update that is not finite,
-    which has reached the moments by then, does not reach the parameters. `found_inf` is ignored.
+    Gradients are multiplied by `inv_scale` too. A flag that is set stops everything, and so does a
+    parameter that is not finite; an update that is not finite has reached the moments, but does
+    not reach the parameters. `found_inf` is ignored.
     """
     _lamb(noop_flag, lists, given, stops=True)
 
@@ -178,33 +170,24 @@ def multi_tensor_lamb_mp(noop_flag: Tensor, lists: Lists, given: Numbers) -> Non
 def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """LAMB's update, on (gradients, parameters, exp_avg, exp_avg_sq, updates).
 
-    `step` counts the steps before this one. The decay of each tensor is decoupled and is read on
-    the host, which waits for it.
+    `step` counts the steps before this one. The host waits for the decays, which are decoupled.
     """
     decays = given["per_tensor_decay"].tolist()
     given["step"] += 1
     for decay in dict.fromkeys(decays):  # a call of the kernel has one
-        alike = {
-            name: [t for t, d in zip(tensors, decays, strict=True) if d == decay]
-            for name, tensors in lists.items()
-        }
+        is_alike = [d == decay for d in decays]
+        alike = {name: list(compress(tensors, is_alike)) for name, tensors in lists.items()}
         _step("lamb_update", alike, given | {"weight_decay": decay}, loss_scale=_clip(given, lists))
 
 
 @_takes(
-    "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb", "params:a grads:b"
+    "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb=False",
+    "params:a grads:b",
 )
 def multi_tensor_lamb_stage2_cuda(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """LAMB's step, on (parameters, updates), by the ratios of the norms."""
     norms = given["per_tensor_param_norm"], given["per_tensor_update_norm"]
     _step("sgd", lists, {"lr": _lamb_rates(given, lists, *norms)})
-
-
-def _adam_on_device(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
-    grads, inverse = lists["grads"], _floats(given["inv_scale"], lists)
-    stop = (noop_flag == 1).float()
-    _step("adam", lists, given, loss_scale=1 / inverse, stop=stop)
-    checked(ops.unscale, grads, grads, torch.where(stop > 0, torch.ones_like(inverse), inverse))
 
 
 def _lamb(noop_flag: Tensor, lists: Lists, given: Numbers, *, stops: bool) -> None:
@@ -228,10 +211,7 @@ def _step(
     stop: Tensor | None = None,
     norm_averages: Tensor | None = None,
 ) -> None:
-    """The kernels' step, on what it needs of `given`; the first one where no step is given.
-
-    Gradients are divided by `loss_scale`. A `lr` that is a tensor stays on the device.
-    """
+    """The kernels' step, on gradients divided by `loss_scale`; the first if no step is given."""
     params, roles = lists["params"], ("grads", "params", "models", "updates")
     # As a parameter group has them.
     group = {"decoupled_weight_decay": given.get("mode", 1), **given}
@@ -284,3 +264,6 @@ def _lamb_rates(given: Numbers, lists: Lists, param_norms: Tensor, update_norms:
     if given["use_nvlamb"] or given["weight_decay"] != 0:
         ratios = torch.where((norms != 0) & (updates != 0), norms / updates, ratios)
     return _floats(given["lr"], lists) * ratios
+
+
+__all__ = sorted(name for name in globals() if name.startswith("multi_tensor_"))

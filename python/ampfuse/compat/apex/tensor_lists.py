@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,28 +12,25 @@ from torch import Tensor
 from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 
 TensorLists = Sequence[Sequence[Tensor]]
+_FORMATS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 
 def rows(name: str, lists: TensorLists, depth: int) -> list[list[Tensor]]:
     """The lists, each tensor as a flat view of its memory; kernels check devices and sizes.
 
-    Tensors of a row may have other shapes, but not orders of memory in which their elements would
-    not belong together.
+    Shapes in a row may differ, but not orders of memory that would pair other elements.
     """
     if len(lists) != depth:
         raise RuntimeError(f"{name} takes {depth} list(s) of tensors, not {len(lists)}.")
     if not lists[0]:
         raise RuntimeError(f"{name}: the first list is empty.")
     for k, tensors in enumerate(lists):
-        if len(tensors) != len(lists[0]):
-            raise RuntimeError(
-                f"{name}: list 0 has {len(lists[0])} tensors, list {k} {len(tensors)}."
-            )
+        if (count := len(tensors)) != len(lists[0]):
+            raise RuntimeError(f"{name}: list 0 has {len(lists[0])} tensors, list {k} {count}.")
         for i, (first, tensor) in enumerate(zip(lists[0], tensors, strict=True)):
-            if not _is_dense(tensor):
-                raise RuntimeError(
-                    f"{name}: tensor {i} of list {k} is neither contiguous nor channels-last."
-                )
+            if not any(tensor.is_contiguous(memory_format=each) for each in _FORMATS):
+                where = f"{name}: tensor {i} of list {k}"
+                raise RuntimeError(f"{where} is neither contiguous nor channels-last.")
             if tensor.shape == first.shape and not _same_order(tensor, first):
                 raise RuntimeError(
                     f"{name}: tensor {i} has strides {first.stride()} in list 0 and "
@@ -42,11 +40,21 @@ def rows(name: str, lists: TensorLists, depth: int) -> list[list[Tensor]]:
     return [[t.detach().as_strided((t.numel(),), (1,)) for t in tensors] for tensors in lists]
 
 
+def without_integers(run: Callable[..., Any], *lists: list[Tensor]) -> list[list[Tensor]]:
+    """`run` on each row that holds integers, which no kernel takes; the lists of other rows."""
+    table = list(zip(*lists, strict=True))
+    is_integer = [any(not t.is_floating_point() for t in row) for row in table]
+    with torch.no_grad():
+        for row in itertools.compress(table, is_integer):
+            run(*row)
+    return [[t for t, i in zip(each, is_integer, strict=True) if not i] for each in lists]
+
+
 def typed_rows(name: str, lists: TensorLists, *kinds: str) -> dict[str, list[Tensor]]:
     """The rows of `lists` by the names, and of the types, of one of `kinds`.
 
-    A kind is ``"grads:a params:F ..."``, a name and a type for each list. F is float32, H a half
-    type. Other letters are float32 or a half type, the same letter in a row the same type.
+    A kind is ``"grads:a params:F ..."``, a name and a type for each list: F float32, H a half type,
+    other letters any of them, the same letter in a row the same type.
     """
     texts = [kind.split() for kind in kinds]
     text = next((t for t in texts if len(t) == len(lists)), texts[0])
@@ -63,11 +71,6 @@ def typed_rows(name: str, lists: TensorLists, *kinds: str) -> dict[str, list[Ten
                 )
             known.setdefault(letter, (tensor.dtype,))
     return dict(zip(names, found, strict=True))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    formats = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
-    return any(tensor.is_contiguous(memory_format=each) for each in formats)
 
 
 def _same_order(a: Tensor, b: Tensor) -> bool:

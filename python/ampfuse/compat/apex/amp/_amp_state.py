@@ -1,46 +1,37 @@
-"""The state object that scripts reach for as ``apex.amp._amp_state``."""
+"""The state that scripts reach for: ``apex.amp._amp_state`` and ``optimizer._amp_stash``."""
 
 from __future__ import annotations
 
 import os
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from ampfuse.amp import master_params as master_params
 from ampfuse.amp import session as sessions
 from ampfuse.compat.apex.amp.scaler import LossScaler
+from ampfuse.optim.masters import HALF_DTYPES, MasterParameter
 
 
 class AmpState:
-    """What the latest ``initialize`` (or ``init``) set up.
+    """What the latest ``initialize`` (or ``init``) set up."""
 
-    Attributes:
-        opt_properties: the level and overrides in force, a ``frontend.Properties``. As in apex,
-            ``hasattr`` tells whether there was an ``initialize``.
-        handle: turns O1's casts off and on, and drops cached casts. There from then on too.
-        verbosity, min_loss_scale, max_loss_scale: as given to ``initialize``.
-        allow_incoming_model_not_fp32: to set: accept half parameters that no master will back.
-        hard_override: to set: contradictory options warn instead of raising RuntimeError, and half
-            parameters are accepted.
-    """
-
+    # The level and overrides in force, and what turns O1's casts off and on. Not there before.
     opt_properties: Any
     handle: Any
-
-    def __init__(self) -> None:
-        self.hard_override = False
-        self.allow_incoming_model_not_fp32 = False
-        self.verbosity = 1
-        self.min_loss_scale: float | None = None
-        self.max_loss_scale = 2.0**24
+    # As given to initialize.
+    verbosity = 1
+    min_loss_scale: float | None = None
+    max_loss_scale = 2.0**24
+    # To set: contradictory options warn and do not raise; half parameters are accepted by both.
+    hard_override = allow_incoming_model_not_fp32 = False
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
-        """One per loss, of the latest ``initialize``.
-
-        Raises:
-            AttributeError: there was none.
-        """
+        """One per loss, of the latest ``initialize``; AttributeError if there was none."""
         try:
             return sessions.latest().loss_scalers  # type: ignore[return-value]
         except RuntimeError as error:  # hasattr() asks
@@ -61,3 +52,56 @@ def maybe_print(message: str, rank0: bool = False) -> None:
     """Print `message` if verbosity is positive; with `rank0`, on rank 0 only."""
     if _amp_state.verbosity > 0 and not (rank0 and int(os.environ.get("RANK", "0")) > 0):
         print(message)
+
+
+def _of_groups(has: Callable[[Tensor], bool], what: Callable[[Any], Tensor] = lambda p: p) -> Any:
+    """`what` of the parameters that it `has`, as lists per param group."""
+    return property(lambda self: [[what(p) for p in g if has(p)] for g in self._groups()])
+
+
+def _flat(groups: str) -> Any:
+    return property(lambda self: [p for group in getattr(self, groups) for p in group])
+
+
+class AmpOptimizerState:
+    """Parameters by kind, fp16 for half types: ``*_groups`` per param group, ``all_*`` flat."""
+
+    lazy_init_called = already_patched = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def _groups(self) -> list[list[Any]]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        return bool(getattr(self._optimizer(), "has_scaled_gradients", False))
+
+    def publish_masters(self) -> None:
+        """Write the masters into the model's half weights now."""
+        if (optimizer := self._optimizer()) is not None:
+            optimizer.param_table().masters.publish()
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """Half weights: those behind masters, or where there are none, those stepped directly."""
+        unmastered = [p for g in self._groups() for p in g if p.dtype in HALF_DTYPES]
+        return unmastered or [p for group in self.fp16_groups for p in group]
+
+    fp32_from_fp16_groups = _of_groups(lambda p: isinstance(p, MasterParameter))
+    fp16_groups = _of_groups(lambda p: isinstance(p, MasterParameter), lambda p: p.model_param)
+    fp32_from_fp32_groups = _of_groups(
+        lambda p: not isinstance(p, MasterParameter) and p.dtype not in HALF_DTYPES
+    )
+    all_fp32_from_fp16_params = _flat("fp32_from_fp16_groups")
+    all_fp32_from_fp32_params = _flat("fp32_from_fp32_groups")
+    all_fp32_params = all_fp32_from_fp32_params
+
+
+def add_stash(optimizer: Any) -> None:
+    """Give `optimizer` the private names that recipes use before they load a checkpoint."""
+    optimizer._amp_stash = stash = AmpOptimizerState(optimizer)
+    optimizer._master_params_to_model_params = stash.publish_masters
+    optimizer._lazy_init_maybe_master_weights = tuple  # nothing: initialize made the masters

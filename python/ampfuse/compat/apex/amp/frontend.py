@@ -7,18 +7,18 @@ import types
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from ampfuse.amp import load_state_dict as load_state_dict
 from ampfuse.amp import policy as policies
 from ampfuse.amp import session as sessions
 from ampfuse.amp import state_dict as state_dict
+from ampfuse.amp.casts import Casts
 from ampfuse.amp.initialize import set_up, turn_off
-from ampfuse.compat.apex.amp._amp_state import _amp_state, warn_or_err
+from ampfuse.compat.apex.amp import patches
+from ampfuse.compat.apex.amp._amp_state import _amp_state, add_stash, warn_or_err
 from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
 from ampfuse.compat.apex.amp.scaler import LossScaler
-from ampfuse.compat.apex.amp.stash import add_stash
+from ampfuse.compat.apex.signatures import takes
 
 
 class Properties(types.SimpleNamespace):
@@ -27,32 +27,15 @@ class Properties(types.SimpleNamespace):
     options = property(vars)
 
     def __init__(self) -> None:
-        super().__init__(
-            enabled=False,
-            opt_level=None,
-            cast_model_type=None,
-            patch_torch_functions=False,
-            patch_torch_functions_type=None,
-            keep_batchnorm_fp32=None,
-            master_weights=None,
-            loss_scale=1.0,
-        )
+        names = "enabled opt_level cast_model_type patch_torch_functions patch_torch_functions_type"
+        unset = dict.fromkeys(f"{names} keep_batchnorm_fp32 master_weights loss_scale".split())
+        super().__init__(**unset | {"enabled": False, "patch_torch_functions": False})
+        self.loss_scale = 1.0
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.options:
             raise AttributeError(f"amp has no property {name!r}; it has {list(self.options)}")
         super().__setattr__(name, value)
-
-
-class _Level:
-    """Fills a :class:`Properties` with the defaults of a level."""
-
-    level: policies.Policy
-    brief: str
-    more: str
-
-    def __call__(self, properties: Properties) -> Properties:
-        return _filled(properties, self.level)
 
 
 def _filled(properties: Properties, policy: policies.Policy) -> Properties:
@@ -61,10 +44,11 @@ def _filled(properties: Properties, policy: policies.Policy) -> Properties:
     return properties
 
 
-def _level(name: str) -> type[_Level]:
+def _level(name: str) -> Any:
+    """A class whose instances fill a :class:`Properties` with the defaults of a level."""
     level = policies.LEVELS[name]
-    brief = f"{name}: {level.brief}"
-    return type(name, (_Level,), {"level": level, "brief": brief, "more": level.brief})
+    texts = {"brief": f"{name}: {level.brief}", "more": level.brief}
+    return type(name, (), {"__call__": lambda _, into: _filled(into, level), **texts})
 
 
 O0, O1, O2, O3, O4, O5 = map(_level, policies.LEVELS)
@@ -85,84 +69,63 @@ def _overridden(level: policies.Policy, overrides: dict[str, Any]) -> policies.P
     return dataclasses.replace(level, **fields)
 
 
-def initialize(
-    models: nn.Module | list[nn.Module],
-    optimizers: Optimizer | list[Optimizer] | None = None,
-    enabled: bool = True,
-    opt_level: str = "O1",
-    cast_model_type: torch.dtype | bool | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
-    loss_scale: float | str | None = None,
-    cast_model_outputs: torch.dtype | None = None,
-    num_losses: int = 1,
-    verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float = 2.0**24,
-    *,
-    patch_torch_functions_type: torch.dtype | None = None,
-) -> Any:
+@takes(
+    "optimizers=None enabled=True opt_level='O1' cast_model_type=None patch_torch_functions=None "
+    "keep_batchnorm_fp32=None master_weights=None loss_scale=None cast_model_outputs=None "
+    "num_losses=1 verbosity=1 min_loss_scale=None max_loss_scale=16777216.0 * "
+    "patch_torch_functions_type=None",
+    first="models",
+)
+def initialize(models: Any, given: dict[str, Any]) -> Any:
     """:func:`ampfuse.amp.initialize` with apex's arguments, by position too.
 
     At O1 and O4 autocast stays on outside ``forward`` too, see
     :func:`ampfuse.amp.cast_everywhere`. With ``verbosity=1`` each overflow is printed, in apex's
-    words.
-
-    Returns:
-        ``models`` if `optimizers` is None, else ``(models, optimizers)``, in the shape given.
-
-    Raises:
-        RuntimeError: as ampfuse's; also an ``FP16_Optimizer``. Warnings instead, for contradictory
-            options, if ``_amp_state.hard_override`` is set.
-        TypeError, ValueError, AssertionError: as ampfuse's.
+    words. Errors are ampfuse's; an ``FP16_Optimizer`` is a RuntimeError too. For contradictory
+    options they are warnings if ``_amp_state.hard_override`` is set.
 
     Source: ``apex.amp.initialize``; O4 and O5 from ROCm/apex.
     """
-    given, properties = locals(), Properties()
+    optimizers, properties = given["optimizers"], Properties()
     _amp_state.opt_properties = properties
-    _amp_state.verbosity = verbosity
-    if not enabled:
+    _amp_state.verbosity = verbosity = given["verbosity"]
+    if not given["enabled"]:
         _amp_state.handle = NoOpHandle()
         return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
-    level = policies.make_policy(opt_level, cast_model_outputs=cast_model_outputs)
+    level = policies.make_policy(given["opt_level"], cast_model_outputs=given["cast_model_outputs"])
     options = [name for name in properties.options if name not in ("enabled", "opt_level")]
     policy = _overridden(level, {n: given[n] for n in options if given[n] is not None})
     _filled(properties, policy)
-    _refuse_fp16_optimizers(optimizers)
-    if not (isinstance(num_losses, int) and num_losses >= 1):
-        raise ValueError(f"num_losses must be an integer of at least 1, not {num_losses!r}.")
+    from ampfuse.compat.apex.fp16_utils import FP16_Optimizer  # imports from here
 
-    scalers = [
-        LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        for _ in range(num_losses)
-    ]
+    listed = _as_list(optimizers)
+    if any(isinstance(optimizer, FP16_Optimizer) for optimizer in listed):
+        raise RuntimeError(
+            "amp.initialize makes FP32 masters and scales the loss itself, and so does "
+            "FP16_Optimizer: give it the optimizer inside (fp16_optimizer.optimizer, made anew), "
+            "or keep FP16_Optimizer and leave amp out."
+        )
+    if not (isinstance(count := given["num_losses"], int) and count >= 1):
+        raise ValueError(f"num_losses must be an integer of at least 1, not {count!r}.")
+    bounds = {name: given[name] for name in ("min_loss_scale", "max_loss_scale")}
+    scalers = [LossScaler(policy.loss_scale, **bounds) for _ in range(count)]
     session = sessions.Session(policy, list(scalers), verbosity, everywhere=True)
     allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)
 
-    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
-    casts = policy.autocast_type is not None
-    _amp_state.handle = AmpHandle(session, _as_list(models)) if casts else NoOpHandle()
-    for optimizer in _as_list(optimizers):
+    vars(_amp_state).update(bounds)
+    _amp_state.handle = NoOpHandle(_as_list(models))
+    if policy.autocast_type is not None:
+        patches.install()
+        on = Casts.of(policy)
+        casts = on, Casts(inputs=on.inputs, outputs=on.outputs)
+        _amp_state.handle = AmpHandle(session, dict.fromkeys(_as_list(models), casts))
+    for optimizer in listed:
         add_stash(optimizer)
     return result
 
 
 def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _refuse_fp16_optimizers(optimizers: Any) -> None:
-    from ampfuse.compat.apex.fp16_utils import FP16_Optimizer
-
-    for optimizer in _as_list(optimizers):
-        if isinstance(optimizer, FP16_Optimizer):
-            raise RuntimeError(
-                "amp.initialize makes FP32 masters and scales the loss itself, and so does "
-                "FP16_Optimizer: give it the optimizer inside (fp16_optimizer.optimizer, made "
-                "anew), or keep FP16_Optimizer and leave amp out."
-            )
+    listed = list(value) if isinstance(value, (list, tuple)) else [value]
+    return [] if value is None else listed

@@ -1,29 +1,38 @@
-"""``apex.amp.handle``: ``scale_loss``, and the object that turns O1's casts on and off."""
+"""``apex.amp.handle``: ``scale_loss``, and the object that turns O1's casts on and off.
+
+With it the interface before ``initialize``: ``amp.init``, and the optimizer wrapper of its handle.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ampfuse import amp
+from ampfuse import amp, half_ops
 from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
-from ampfuse.amp.casts import Casts, install
-from ampfuse.amp.function_casts import restore_registered
-from ampfuse.amp.scale_loss import session_and_optimizers
-from ampfuse.compat.apex.amp import overflow_report
-from ampfuse.compat.apex.amp.opt import OptimWrapper
+from ampfuse.amp.casts import Casts, eager_module, install
+from ampfuse.amp.function_casts import install_registered, restore_registered
+from ampfuse.amp.policy import O1, O4
+from ampfuse.amp.scale_loss import loss_block, session_and_optimizers
+from ampfuse.compat.apex.amp import patches
+from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.scaler import LossScaler
+from ampfuse.compat.apex.signatures import takes
+from ampfuse.optim import upgrade
+from ampfuse.optim.skip_watch import Sample
 from ampfuse.uncompiled import uncompiled
 
 
 @uncompiled
-@contextlib.contextmanager
+@loss_block
 def scale_loss(
     loss: Tensor,
     optimizers: Any,
@@ -34,19 +43,38 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """:func:`ampfuse.amp.scale_loss`.
 
-    With `delay_overflow_check` the scale adapts when the scaler's ``update_scale()`` is called,
-    which also says whether to step.
+    With `delay_overflow_check` the scaler's ``update_scale()`` adapts, and says whether to step.
     """
-    with amp.scale_loss(
-        loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check
-    ) as scaled:
+    given = loss_id, model, delay_unscale, delay_overflow_check
+    with amp.scale_loss(loss, optimizers, *given) as scaled:
         session, listed = session_and_optimizers(optimizers)
         yield scaled
     scaler = session.loss_scalers[loss_id] if session.enabled else None
     if isinstance(scaler, LossScaler) and not delay_unscale:
         scaler.after_pass(listed, decided=scaler.dynamic and not delay_overflow_check)
         if not delay_overflow_check:
-            overflow_report.after_pass(session, loss_id, listed)
+            _report_overflows(session, loss_id, listed)
+
+
+# Of passes that nobody has told of yet: the scaler's number; flags of its optimizers and its scale.
+_passes: deque[tuple[int, Sample]] = deque()
+
+
+def _report_overflows(session: sessions.Session, loss_id: int, optimizers: list[Any]) -> None:
+    """Print apex's line for each overflow that is known by now: on a GPU some passes later."""
+    scaler, scale = session.loss_scalers[loss_id], session.loss_scalers[loss_id].current
+    if not (scaler.dynamic and session.verbosity == 1):  # from 2 on amp.scale_loss tells
+        return
+    if scale.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    flags = [optimizer.pass_found_inf_flag for optimizer in optimizers]
+    _passes.append((loss_id, Sample(scale, *flags)))
+    while _passes and _passes[0][1].has_arrived():
+        number, sample = _passes.popleft()
+        new_scale, *found_inf = sample.values()
+        if any(found_inf):
+            line = f"Gradient overflow.  Skipping step, loss scaler {number} reducing loss scale to"
+            print(f"{line} {new_scale}")
 
 
 class NoOpHandle:
@@ -56,19 +84,20 @@ class NoOpHandle:
     has_cache = False
     verbose = False
 
+    def __init__(self, models: Iterable[nn.Module] = ()) -> None:
+        self.models = weakref.WeakSet(models)
+
     def is_active(self) -> bool:
         return self._is_active
 
-    def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    _disable_casts: Any = staticmethod(contextlib.nullcontext)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
         """An optimizer with ``scale_loss`` and a ``step`` that skips after an overflow."""
         return OptimWrapper(optimizer, self, num_loss)
 
-    @contextlib.contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        yield loss
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> contextlib.AbstractContextManager[Tensor]:
+        return contextlib.nullcontext(loss)
 
     def _clear_cache(self) -> None:
         """There is none."""
@@ -78,22 +107,18 @@ class NoOpHandle:
 
 
 class AmpHandle(NoOpHandle):
-    """The casts of one ``initialize`` at O1 or O4, or of ``init``, which has no models.
+    """The casts of one ``initialize`` at O1 or O4, or of ``init``.
 
-    ``_is_active`` may be set; ``_deactivate()`` also puts registered functions back.
+    `casts` are those of each model while this is active, and after. ``_is_active`` may be set;
+    ``_deactivate()`` also puts registered functions back.
     """
 
-    def __init__(
-        self,
-        session: sessions.Session,
-        models: Sequence[nn.Module] = (),
-        enable_caching: bool = True,
-        verbose: bool = False,
-    ) -> None:
-        self._session = session
-        self.models = weakref.WeakSet(models)
-        self._saved: list[tuple[Any, str, Any]] = []
-        self.has_cache, self.verbose = enable_caching, verbose
+    has_cache, is_of_init = True, False
+
+    def __init__(self, session: sessions.Session, casts: dict[nn.Module, tuple[Casts, Casts]]):
+        super().__init__(casts)
+        self._session, self._casts = session, weakref.WeakKeyDictionary(casts)
+        self._saved: list[Any] = []
 
     @property
     def _is_active(self) -> bool:
@@ -103,14 +128,10 @@ class AmpHandle(NoOpHandle):
     def _is_active(self, active: bool) -> None:
         self._session.everywhere = bool(active)
         sessions.follow_latest()
-        policy = self._session.policy
-        assert policy is not None
-        casts = Casts.of(policy)
         if not active:
             cast_state.note_forward()  # none is missed
-            casts = Casts(inputs=casts.inputs, outputs=casts.outputs)
-        for model in self.models:
-            install(model, casts)
+        for model, (on, off) in self._casts.items():
+            install(model, on if active else off)
 
     def _deactivate(self) -> None:
         """Turn O1's casts off for good and put replaced functions back."""
@@ -121,18 +142,93 @@ class AmpHandle(NoOpHandle):
             setattr(module, name, function)
         self._saved.clear()
 
-    def _save_func(self, module: Any, name: str, function: Any) -> None:
+    def _save_func(self, *module_name_function: Any) -> None:
         """Have ``_deactivate`` set ``module.name`` to `function`."""
-        self._saved.append((module, name, function))
+        self._saved.append(module_name_function)
 
-    def _disable_casts(self) -> contextlib.AbstractContextManager[None]:
-        return amp.disable_casts()
-
-    def _clear_cache(self) -> None:
-        torch.clear_autocast_cache()
+    _disable_casts = staticmethod(amp.disable_casts)
+    _clear_cache = staticmethod(torch.clear_autocast_cache)
 
     def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             "A handle scales no loss itself. Use optimizer = handle.wrap_optimizer(optimizer) and "
             "optimizer.scale_loss(loss); or amp.initialize and amp.scale_loss(loss, optimizer)."
         )
+
+
+class OptimWrapper:
+    """An optimizer with a loss scale for each of its losses, which take turns between steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, amp_handle: Any, num_loss: int) -> None:
+        self._optimizer, self._amp_handle = optimizer, amp_handle
+        self._num_loss, self._loss_idx = num_loss, 0
+        self._loss_scaler = [LossScaler("dynamic") for _ in range(num_loss)]
+        if amp_handle.is_active():
+            upgrade(optimizer, master_weights=False)
+            session = sessions.Session(O1, list(self._loss_scaler), verbosity=0)
+            optimizer._amp_session = session  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """As ``amp.scale_loss``, for the next of the losses; RuntimeError after the last."""
+        if not self._amp_handle.is_active():
+            yield loss
+            return
+        if self._loss_idx >= self._num_loss:
+            found = f"scale_loss was entered more than {self._num_loss} time(s) before step()"
+            raise RuntimeError(f"{found}: pass num_loss to wrap_optimizer.")
+        with amp.scale_loss(loss, self._optimizer, loss_id=self._loss_idx) as scaled:
+            yield scaled
+        self._loss_idx += 1
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's step; nothing if a loss overflowed. A closure: NotImplementedError."""
+        if not self._amp_handle.is_active():
+            return self._optimizer.step(closure) if closure else self._optimizer.step()
+        if closure is not None:
+            instead = "Use amp.initialize and amp.scale_loss, and call scale_loss in the closure."
+            raise NotImplementedError(f"A wrapped optimizer takes no closure. {instead}")
+        self._loss_idx = 0
+        return self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # not there yet, in a copy
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+
+@takes(
+    "loss_scale='dynamic' enable_caching=True verbose=False allow_banned=False * patch_type=None",
+    first="enabled=True",
+)
+def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
+    """Cast every operation as O1 does, until the handle's ``_deactivate()``, if `enabled`.
+
+    Those in the models of the latest ``initialize`` too, at any level. A second call replaces the
+    first. `patch_type` is float16, or bfloat16 as in ROCm/apex; with `allow_banned` the binary
+    cross-entropy of half tensors is computed in FP32, else it raises. The others have no effect.
+    """
+    former = getattr(_amp_state, "handle", NoOpHandle())
+    if isinstance(former, AmpHandle) and former.is_of_init:
+        former._is_active = False
+    if not enabled:
+        _amp_state.handle = NoOpHandle(former.models)
+        return _amp_state.handle
+    policy = O4 if given["patch_type"] == torch.bfloat16 else O1
+    casts_cpu = not torch.accelerator.is_available()
+    scalers = list(getattr(_amp_state, "loss_scalers", ()))  # amp.state_dict() has them still
+    session = sessions.Session(policy, scalers, everywhere=True, casts_cpu=casts_cpu)
+    if casts_cpu:
+        half_ops.follow(policy)
+    sessions.set_latest(session)
+    install_registered()
+    patches.install(given["allow_banned"])
+    casts = {}
+    for model in former.models:
+        before: Any = eager_module(model)._amp_casts
+        with_casts = dataclasses.replace(before, autocast=before.autocast or policy.autocast_type)
+        casts[model] = with_casts, before
+    _amp_state.handle = handle = AmpHandle(session, casts)
+    handle.has_cache, handle.verbose = given["enable_caching"], given["verbose"]
+    handle._is_active = handle.is_of_init = True
+    return handle

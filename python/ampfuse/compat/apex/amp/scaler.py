@@ -12,17 +12,12 @@ from torch import Tensor
 import ampfuse.amp.scaler
 from ampfuse import ops
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
+from ampfuse.compat.apex.signatures import takes
 from ampfuse.compat.apex.tensor_lists import set_flag
 
-# The rule in apex's pickles, in the order of its fields, and by the arguments of the constructor.
-_PICKLED = {
-    "_scale_factor": "scale_factor",
-    "_backoff_factor": "backoff_factor",
-    "_scale_seq_len": "scale_window",
-    "_min_loss_scale": "min_loss_scale",
-    "_max_loss_scale": "max_loss_scale",
-    "_hysteresis": "hysteresis",
-}
+# The rule in pickles, in the order of its fields; and where the constructor's argument differs.
+_PICKLED = "scale_factor backoff_factor scale_seq_len min_loss_scale max_loss_scale hysteresis"
+_RENAMED = {"scale_seq_len": "scale_window"}
 
 
 def _of_rule(field: str, kind: Callable[[Any], Any]) -> Any:
@@ -37,13 +32,9 @@ def _of_rule(field: str, kind: Callable[[Any], Any]) -> Any:
 
 
 class LossScaler(ampfuse.amp.scaler.LossScaler):
-    """A static or dynamic loss scale; see :class:`ampfuse.amp.LossScaler`.
-
-    Pickles as plain numbers, and unpickles what apex's class of this name had pickled.
-    """
+    """:class:`ampfuse.amp.LossScaler`; it pickles as numbers, and unpickles apex's of this name."""
 
     has_fused_kernel = True
-
     _buffer: Tensor | None = None
     # Of the latest backward pass: its optimizers, whether the scale has followed it, and whether
     # the buffer has.
@@ -59,7 +50,7 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     def _overflow_buf(self) -> Tensor:
         """int32, one element: 1 if the latest pass, or an ``unscale`` since, met an overflow.
 
-        Of a pass with ``delay_overflow_check`` the gradients are looked at now, as they are now.
+        Of a pass with ``delay_overflow_check`` the gradients are looked at as they are now.
         """
         if self._buffer is None:
             self._buffer = torch.zeros(1, dtype=torch.int32, device=self.current.device)
@@ -74,14 +65,11 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     def _overflow_buf(self, buffer: Tensor) -> None:
         self._buffer, self._is_noted = buffer, True
 
-    @property
-    def _has_overflow(self) -> bool:
-        """What ``_overflow_buf`` says. Waits for the device."""
-        return bool(self._overflow_buf.item())
-
-    @_has_overflow.setter
-    def _has_overflow(self, value: bool) -> None:
-        self._overflow_buf.fill_(bool(value))
+    # What that says: it waits for the device.
+    _has_overflow = property(
+        lambda self: bool(self._overflow_buf.item()),
+        lambda self, value: self._overflow_buf.fill_(bool(value)),
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -103,63 +91,39 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     def _living_optimizers(self) -> list[Any]:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
-    def unscale(
-        self,
-        model_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
-        unused_scale: float,
-        models_are_masters: bool = False,
-        scale_override: float | None = None,
-    ) -> None:
+    @takes("model_grads master_grads unused_scale models_are_masters=False scale_override=None")
+    def unscale(self, given: dict[str, Any]) -> None:
         """``master_grads[i] = model_grads[i] / scale``; remembers a non-finite gradient.
 
-        Arguments:
-            model_grads, master_grads: lists of equal length, shapes and device; float32, float16
-                or bfloat16. With `models_are_masters` they are the same tensors, and nothing
-                happens for a static scale of 1.
-            unused_scale: ignored.
-            scale_override: divide by this instead of the scale.
+        The lists have equal length, shapes and device; float32, float16 or bfloat16. With
+        `models_are_masters` they are the same, and nothing happens for a static scale of 1.
+        `scale_override` is divided by instead of the scale; `unused_scale` is ignored.
         """
-        if models_are_masters and self.is_always_one:
+        if given["models_are_masters"] and self.is_always_one:
             return
-        scale = self.loss_scale() if scale_override is None else scale_override
-        found = self._new_flag(model_grads)
-        ops.scale(model_grads, master_grads, 1.0 / scale, found)
+        override, found = given["scale_override"], self._new_flag(given["model_grads"])
+        scale = self.loss_scale() if override is None else override
+        ops.scale(given["model_grads"], given["master_grads"], 1.0 / scale, found)
         set_flag(self._overflow_buf, found)
 
-    def unscale_with_stashed(
-        self,
-        model_grads: Sequence[Tensor],
-        stashed_master_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
-        scale_override: tuple[float, float, float] | None = None,
-    ) -> None:
+    @takes("model_grads stashed_master_grads master_grads scale_override=None")
+    def unscale_with_stashed(self, given: dict[str, Any]) -> None:
         """``master = model * (out / grads_scale) + stashed * (out / stash_scale)``.
 
         Only the new gradients, `model_grads`, are looked at for overflow. `scale_override` is
         ``(grads_scale, stash_scale, out)``; by default ``(loss_scale(), 1, 1)``.
         """
-        grads_scale, stash_scale, out = scale_override or (self.loss_scale(), 1.0, 1.0)
-        found = self._new_flag(model_grads)
-        ops.axpby(
-            model_grads,
-            stashed_master_grads,
-            master_grads,
-            out / grads_scale,
-            out / stash_scale,
-            found,
-            check=0,
-        )
+        new, stashed, sums, override = given.values()
+        grads_scale, stash_scale, out = override or (self.loss_scale(), 1.0, 1.0)
+        found = self._new_flag(new)
+        ops.axpby(new, stashed, sums, out / grads_scale, out / stash_scale, found, check=0)
         set_flag(self._overflow_buf, found)
 
     def update_scale(self) -> bool:
         """Adapt the scale to what ``_overflow_buf`` says. Waits for the device.
 
-        After a pass with ``delay_overflow_check`` the caller decides by the result, and the
-        optimizers of the pass no longer do: their next step is not skipped for its overflow.
-
-        Returns:
-            Whether to skip the step: a dynamic scale met an overflow.
+        Returns whether to skip the step: a dynamic scale met an overflow. After a pass with
+        ``delay_overflow_check`` the caller decides by that, and the optimizers no longer do.
         """
         overflow = self._overflow_buf.reshape(()).to(torch.float32)
         self.update([overflow])
@@ -175,12 +139,12 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {"dynamic": self.dynamic, "_loss_scale": self._loss_scale}
-        rule = zip(_PICKLED, self._rule, strict=True)
-        return {**state, "_unskipped": self._unskipped, **dict(rule)}
+        rule = {f"_{n}": v for n, v in zip(_PICKLED.split(), self._rule, strict=True)}
+        return {**state, "_unskipped": self._unskipped, **rule}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         scale = float(state.get("_loss_scale", 1.0))
-        options = {name: state[key] for key, name in _PICKLED.items() if key in state}
+        names = [name for name in _PICKLED.split() if f"_{name}" in state]
+        options = {_RENAMED.get(name, name): state[f"_{name}"] for name in names}
         self.__init__("dynamic" if state.get("dynamic") else scale, **options)  # type: ignore[misc]
-        self._loss_scale = scale
-        self._unskipped = state.get("_unskipped", 0)
+        self._loss_scale, self._unskipped = scale, state.get("_unskipped", 0)

@@ -1,3 +1,3 @@
-"""``apex.contrib``: of its many parts, ``optimizers`` and ``xentropy``."""
+"""``apex.contrib``: of its many parts, ``clip_grad``, ``optimizers`` and ``xentropy``."""
 
-from ampfuse.compat.apex.contrib import optimizers, xentropy
+from ampfuse.compat.apex.contrib import clip_grad, optimizers, xentropy

@@ -1,4 +1,7 @@
-"""``apex.fp16_utils.FP16_Optimizer``: an optimizer with masters and a loss scale of its own."""
+"""``apex.fp16_utils.FP16_Optimizer``: an optimizer with masters and a loss scale of its own.
+
+Its state dict has apex's keys, holding plain data and no objects.
+"""
 
 from __future__ import annotations
 
@@ -8,71 +11,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse import half_ops
+from ampfuse.amp.policy import O2
 from ampfuse.amp.scale_loss import scaled_pass
+from ampfuse.compat.apex.amp._amp_state import AmpOptimizerState
 from ampfuse.compat.apex.amp.scaler import LossScaler
-from ampfuse.compat.apex.amp.stash import AmpOptimizerState
-from ampfuse.compat.apex.fp16_utils import fp16_checkpoint
+from ampfuse.compat.apex.apex_C import unflatten
+from ampfuse.compat.apex.signatures import takes
 from ampfuse.optim import upgrade
 from ampfuse.optim.inner import parameters
-from ampfuse.optim.masters import FLOAT_DTYPES
-
-
-def _of_the_wrapped(name: str) -> Any:
-    """An attribute that is the wrapped optimizer's."""
-    return property(
-        lambda self: getattr(self.optimizer, name),
-        lambda self, value: setattr(self.optimizer, name, value),
-    )
+from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES, MasterParameter
+from ampfuse.optim.parts import member
 
 
 # An Optimizer, unlike apex's: learning-rate schedulers ask for one. Everything but what is defined
 # here is the wrapped optimizer's, so Optimizer.__init__ is not called.
 class FP16_Optimizer(torch.optim.Optimizer):
-    """Wraps an optimizer of half parameters; it steps FP32 masters of them.
+    """Wraps any ``torch.optim.Optimizer`` of half parameters; it steps FP32 masters of them.
 
-        optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)
-        ...
-        optimizer.zero_grad()
-        optimizer.backward(loss)  # instead of loss.backward()
-        optimizer.step()
+    The optimizer, then ``optimizer``, is changed in place: masters replace half parameters, and it
+    becomes a subclass of its class. A trainable parameter that is neither float32, float16 nor
+    bfloat16 is a TypeError. ``optimizer.backward(loss)`` takes the place of ``loss.backward()``.
 
-    Arguments:
-        init_optimizer: any ``torch.optim.Optimizer``, changed in place: its half parameters are
-            replaced by FP32 masters, and it becomes a subclass of its class.
-        static_loss_scale: the scale, unless `dynamic_loss_scale`. A static scale never skips.
-        dynamic_loss_args: ``init_scale``, ``scale_factor``, ``scale_window``, ``min_loss_scale``,
-            ``max_loss_scale`` of :class:`ampfuse.amp.LossScaler`.
-        verbose: accepted and without effect; read ``overflow`` to know.
-
-    Attributes:
-        optimizer: the wrapped optimizer.
-        fp16_groups, fp32_from_fp16_groups, fp32_from_fp32_groups: half parameters, their masters,
-            and FP32 parameters, as lists of lists; flat under ``all_fp16_params``,
-            ``all_fp32_from_fp16_params``, ``all_fp32_from_fp32_params``.
-
-    Raises:
-        TypeError: a trainable parameter is neither float32, float16 nor bfloat16.
+    A static scale never skips. `dynamic_loss_args` are ``init_scale``, ``scale_factor``,
+    ``scale_window``, ``min_loss_scale``, ``max_loss_scale`` of :class:`ampfuse.amp.LossScaler`.
+    `verbose` has no effect: read ``overflow``. ``fp16_groups``, ``fp32_from_fp16_groups`` and
+    ``fp32_from_fp32_groups`` are half parameters, their masters, and FP32 parameters, as lists of
+    lists; flat under ``all_fp16_params`` and so on.
     """
 
-    def __init__(
-        self,
-        init_optimizer: torch.optim.Optimizer,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: dict[str, Any] | None = None,
-        verbose: bool = True,
-    ) -> None:
-        _check_dtypes(init_optimizer)
-        upgrade(init_optimizer, master_weights=True)
-        self.optimizer: Any = init_optimizer
-        self._lists = AmpOptimizerState(init_optimizer)
-        self.verbose = verbose
+    _takes = "init_optimizer static_loss_scale=1.0 dynamic_loss_scale=False dynamic_loss_args=None"
+
+    @takes(f"{_takes} verbose=True")
+    def __init__(self, given: dict[str, Any]) -> None:
+        inner = given["init_optimizer"]
+        options = (given["dynamic_loss_scale"] and given["dynamic_loss_args"]) or {}
+        for param in parameters(inner):
+            if param.requires_grad and param.dtype not in FLOAT_DTYPES:
+                found = f"A parameter of shape {tuple(param.shape)} is {param.dtype}"
+                raise TypeError(f"{found}; FP16_Optimizer takes float16, bfloat16 and float32.")
+        is_dynamic = given["dynamic_loss_scale"]
+        scaler = LossScaler("dynamic" if is_dynamic else given["static_loss_scale"], **options)
+        if any(p.is_cpu and p.dtype in HALF_DTYPES for p in parameters(inner)):
+            half_ops.follow(O2)
+        upgrade(inner, master_weights=True)
+        self.optimizer: Any = inner
+        self._lists = AmpOptimizerState(inner)
+        self.verbose = given["verbose"]
         self.first_closure_call_this_step = True  # always, as between apex's steps
         self._overflow: Tensor | bool = False
-        if dynamic_loss_scale:
-            self.set_loss_scaler(LossScaler("dynamic", **(dynamic_loss_args or {})))
-        else:
-            self.set_loss_scaler(LossScaler(static_loss_scale))
+        self.set_loss_scaler(scaler)
 
     def set_loss_scaler(self, scaler: LossScaler) -> None:
         """Use `scaler` from now on; a dynamic one makes overflows skip the step."""
@@ -86,8 +74,6 @@ class FP16_Optimizer(torch.optim.Optimizer):
         source = self._lists if hasattr(type(self._lists), name) else self.optimizer
         return getattr(source, name)
 
-    # --- the loop -----------------------------------------------------------------------------
-
     def zero_grad(  # type: ignore[override]
         self, set_grads_to_None: bool = False, set_to_none: bool | None = None
     ) -> None:
@@ -99,26 +85,26 @@ class FP16_Optimizer(torch.optim.Optimizer):
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """``loss.backward()`` with the loss scaled, and the masters' gradients from it.
+        """``loss.backward()`` with the loss scaled; several calls add up.
 
-        Several calls add up. With ``update_master_grads=False`` the gradients stay scaled until a
-        call without it, or until :meth:`update_master_grads`.
+        With ``update_master_grads=False`` the gradients stay scaled until a call without it, or
+        until :meth:`update_master_grads`.
         """
-        with scaled_pass(
-            loss, [self.optimizer], self.loss_scaler, not update_master_grads, False
-        ) as scaled:
+        inner, delay = [self.optimizer], not update_master_grads
+        with scaled_pass(loss, inner, self.loss_scaler, delay, False) as scaled:
             scaled.backward(retain_graph=retain_graph)
         if update_master_grads:
             self._remember_overflow()
 
     def update_master_grads(self) -> None:
-        """Unscale the gradients left scaled, look for overflow and adapt the scale."""
+        """Unscale gradients that are new, look for overflow and adapt the scale; else nothing."""
         optimizer, scaler = self.optimizer, self.loss_scaler
         device = optimizer.param_table().param(0).device
         if optimizer.has_scaled_gradients:
             with scaled_pass(torch.zeros((), device=device), [optimizer], scaler, False, False):
                 pass
-        else:  # somebody's own backward of loss * optimizer.loss_scale
+        elif optimizer.param_table().gradients.has_new():
+            # Of somebody's own backward of loss * optimizer.loss_scale.
             optimizer.end_backward(scaler.snapshot(device), scaler.dynamic)
             scaler.update([optimizer.found_inf_flag])
         self._remember_overflow()
@@ -127,10 +113,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         """Step the masters and round them into the model; nothing after an overflow.
 
         A closure has to call this object's ``zero_grad`` and ``backward`` and return the loss. It
-        is repeated while it overflows.
-
-        Raises:
-            RuntimeError: the closure overflows at the smallest scale too.
+        is repeated while it overflows; at the smallest scale that is a RuntimeError.
         """
         if closure is None:
             return None if self._overflow is True else self.optimizer.step()
@@ -138,8 +121,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         # The wrapped step brings the model up to the masters before each evaluation.
         def repeated() -> Any:
             while True:
-                scale = self.loss_scale
-                loss = closure()
+                scale, loss = self.loss_scale, closure()
                 if not self.overflow:
                     return loss
                 if self.loss_scale >= scale:
@@ -151,80 +133,108 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
         return self.optimizer.step(repeated)
 
-    # --- gradients and overflow ---------------------------------------------------------------
-
     def _remember_overflow(self) -> None:
         dynamic = self.loss_scaler.dynamic
         self._overflow = self.optimizer.found_inf_flag.clone() if dynamic else False
 
-    @property
-    def overflow(self) -> bool:
-        """Whether the latest gradients overflowed a dynamic scale. Waits for the device."""
-        return bool(self._overflow)
-
-    @overflow.setter
-    def overflow(self, value: bool) -> None:
-        self._overflow = bool(value)
+    # Whether the latest gradients overflowed a dynamic scale. Reading it waits for the device.
+    overflow = property(
+        lambda self: bool(self._overflow),
+        lambda self, value: setattr(self, "_overflow", bool(value)),
+    )
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the FP32 gradients to `max_norm`.
-
-        Returns:
-            Their norm before clipping; -1 after an overflow.
-        """
-        if self.overflow:
-            return -1
-        return torch.nn.utils.clip_grad_norm_(parameters(self), max_norm, norm_type)
+        """Clip the FP32 gradients to `max_norm`; their norm before, or -1 after an overflow."""
+        clip = torch.nn.utils.clip_grad_norm_
+        return -1 if self.overflow else clip(parameters(self), max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The FP32 gradients, as lists per param group; None, with a word, after an overflow."""
         if self.overflow:
             print("The latest gradients overflowed: there are no master gradients to look at.")
             return None
-        return [
-            [None if param.grad is None else param.grad.detach() for param in group["params"]]
-            for group in self.param_groups
-        ]
+        grads = ([param.grad for param in group["params"]] for group in self.param_groups)
+        return [[None if grad is None else grad.detach() for grad in group] for group in grads]
 
-    # --- what the wrapped optimizer holds ------------------------------------------------------
-
-    @property
-    def loss_scale(self) -> float:
-        return self.loss_scaler.loss_scale()
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self.loss_scaler._loss_scale = value
-
-    state = _of_the_wrapped("state")
-    param_groups = _of_the_wrapped("param_groups")
-    add_param_group = _of_the_wrapped("add_param_group")
-
-    # --- checkpoints ----------------------------------------------------------------------------
+    loss_scale = member("loss_scaler._loss_scale")
+    state = member("optimizer.state")
+    param_groups = member("optimizer.param_groups")
+    add_param_group = member("optimizer.add_param_group")
 
     def state_dict(self) -> dict[str, Any]:
-        """apex's keys with plain data: it loads with ``weights_only=True``.
+        """apex's keys, for ``weights_only=True``; ``fp32_from_fp16`` holds the masters."""
+        scaler = self.loss_scaler
+        return {
+            "loss_scaler": {**scaler.state_dict(), "dynamic": scaler.dynamic},
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": [[p.detach() for p in group] for group in self.fp32_from_fp16_groups],
+        }
 
-        ``fp32_from_fp16`` holds the masters.
-        """
-        return fp16_checkpoint.save(self)
-
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict`, or apex's, returned; masters in place.
-
-        Raises:
-            ValueError: the state belongs to parameters of another number or shape.
-        """
-        fp16_checkpoint.load(self, state_dict)
+        """Restore what either class's or apex's returned, in place; ValueError if of others."""
+        state = _unflattened(self, state_dict) if "fp32_groups_flat" in state_dict else state_dict
+        own, saved = self.fp32_from_fp16_groups, state.get("fp32_from_fp16")
+        if saved is None:  # the class of apex.optimizers
+            own, saved = [group["params"] for group in self.param_groups], state["fp32_groups"]
+        params = [param for group in own for param in group]
+        values = [value for group in saved for value in group]
+        if [p.shape for p in params] != [value.shape for value in values]:
+            raise ValueError(
+                f"The state holds {len(values)} master weights, this optimizer has {len(params)}, "
+                "or their shapes differ: it was saved from another model. Nothing was loaded."
+            )
+        scaling, dynamic = _scaling(state.get("loss_scaler", state)), state["dynamic_loss_scale"]
+        LossScaler.check_state(scaling)
+        self.optimizer.load_state_dict(state["optimizer_state_dict"])
+        for param, value in zip(params, values, strict=True):
+            if isinstance(param, MasterParameter):
+                exact = value.detach().to(device=param.device, dtype=param.dtype, copy=True)
+                self.optimizer.restore_master(param, {}, exact)
+            else:
+                param.copy_(value)
+        if bool(dynamic) != self.dynamic_loss_scale:
+            self.set_loss_scaler(LossScaler("dynamic" if dynamic else scaling["loss_scale"]))
+        self.loss_scaler.load_state_dict(scaling)
+        if self.dynamic_loss_scale and "scale_window" in state:
+            self.loss_scaler._scale_seq_len = state["scale_window"]
+        self.overflow = state.get("overflow", False)
 
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError("An FP16_Optimizer does not pickle; save its state_dict() instead.")
 
 
-def _check_dtypes(optimizer: torch.optim.Optimizer) -> None:
-    for param in parameters(optimizer):
-        if param.requires_grad and param.dtype not in FLOAT_DTYPES:
-            raise TypeError(
-                f"A parameter of shape {tuple(param.shape)} is {param.dtype}; FP16_Optimizer "
-                "takes float16, bfloat16 and float32 ones."
-            )
+def _scaling(saved: Any) -> dict[str, Any]:
+    """The state of a scaler, which may have been saved as an object or as its attributes."""
+    if isinstance(saved, LossScaler):
+        return saved.state_dict()
+    of = saved if isinstance(saved, dict) else vars(saved)
+    if "cur_scale" not in of:
+        return of
+    since = 0  # the older scalers
+    if "last_overflow_iter" in of:
+        since = (of["cur_iter"] - of["last_overflow_iter"] - 1) % of["scale_window"]
+    return {"loss_scale": of["cur_scale"], "unskipped": since}
+
+
+def _unflattened(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """What apex saved in 2018: of each group one flat master, and flat moments."""
+    inner, first = state["optimizer_state_dict"], 0
+    states: dict[int, dict[str, Any]] = {}
+    groups, masters = [], []
+    rows = inner["param_groups"], state["fp32_groups_flat"], optimizer.param_groups
+    for group, flat, own in zip(*rows, strict=True):
+        params = own["params"]
+        keys = range(first, first := first + len(params))
+        masters.append(unflatten(flat, params))
+        groups.append({**group, "params": list(keys)})
+        for name, value in inner["state"].get(group["params"][0], {}).items():
+            is_flat = getattr(value, "shape", None) == flat.shape
+            parts = unflatten(value, params) if is_flat else [value] * len(params)
+            for key, part in zip(keys, parts, strict=True):
+                states.setdefault(key, {})[name] = part
+    inner = {"state": states, "param_groups": groups}
+    return {**state, "optimizer_state_dict": inner, "fp32_groups": masters}

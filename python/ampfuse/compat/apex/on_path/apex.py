@@ -1,5 +1,3 @@
-"""Leads ``import apex`` to ampfuse's, where this folder is on ``sys.path``."""
-
 from ampfuse.compat.apex.installing import take_names
 
 take_names()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse.compat.apex.signatures import takes
 from ampfuse.optim.base import driven
 from ampfuse.optim.fused import FusedOptimizer, is_fused
 from ampfuse.optim.inner import parameters
@@ -21,44 +22,46 @@ _FLAGS = frozenset(
     "use_nvlamb wd_after_momentum".split()
 )
 _RENAMED = dict.fromkeys(("adam_w_mode", "adagrad_w_mode"), "decoupled_weight_decay")
+_NOT_OURS = ("params", "param_names", "step")  # of a group whose state is loaded
 
 
-class ApexOptimizer(FusedOptimizer):
+class ApexOptimizer(FusedOptimizer, own_step=False):
     """Mixin: ``zero_grad`` with apex's default, and state dicts of apex, torch and ampfuse.
 
-    Learning-rate schedules of apex's time read ``param_groups[i]["step"]``. From the first step on
-    it is there: the largest of the steps applied to the group's parameters, float32 and 0-dim on
-    their device.
+    From the first step on ``param_groups[i]["step"]`` is there: the largest of the steps applied to
+    the group's parameters, float32 and 0-dim on their device.
     """
 
     set_grad_none = True
+    skip_by_default = False
+    _not_in_groups = frozenset()  # apex's groups have names of ours
     _copied = (
         *FusedOptimizer._copied,
-        "set_grad_none",
-        "capturable",
-        "materialize_master_grads",
-        "most_recent_scale",
-        "scale_set_by_backward",
-        "_first_step",
-        "_reduced_precision_dtype",
+        *"set_grad_none capturable materialize_master_grads most_recent_scale".split(),
+        *"scale_set_by_backward _first_step _reduced_precision_dtype _of_2019".split(),
     )
 
-    def construct(self, given: dict[str, Any], *in_groups: str, **instead: Any) -> None:
-        """Run our constructor on `given`, the ``locals()`` of apex's, and what there is `instead`.
+    # The constructor's arguments behind `params`, with defaults; those behind * by name alone.
+    _takes: str
+    # Of these, by our names, what only groups have in ours.
+    _in_groups: tuple[str, ...] = ()
 
-        Options named in `in_groups` are, in ours, of parameter groups alone.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_takes" in vars(cls):
+            construct = takes(f"params {cls._takes}")
+            cls.__init__ = construct(lambda self, given: self.construct(given))  # type: ignore[method-assign]
 
-        Raises:
-            RuntimeError: `amsgrad`.
-        """
-        options = arguments({**given, **instead})
+    def construct(self, given: dict[str, Any]) -> None:
+        """Run our constructor on what apex's was given; `amsgrad` is a RuntimeError."""
+        options = dict(given)
         if options.pop("amsgrad", False):
             name = type(self).__name__
             raise RuntimeError(f"{name} has no AMSGrad variant; ampfuse.optim.Adam has.")
         self.set_grad_none = options.pop("set_grad_none", True)
         for name in _FLAGS & options.keys():
             options[_RENAMED.get(name, name)] = bool(options.pop(name))
-        of_group = {name: options.pop(name) for name in in_groups}
+        of_group = {name: options.pop(name) for name in self._in_groups}
         super().__init__(**options)
         for name, value in of_group.items():
             self.set_in_groups(name, value)
@@ -70,8 +73,7 @@ class ApexOptimizer(FusedOptimizer):
         return torch.zeros(1, dtype=torch.int32, device=device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        # The base's by name: between it and here torch may have put hooks on classes that have
-        # instances of their own, and these hooks would run once more.
+        # The base's by name: hooks that torch has put on classes in between would run once more.
         result = FusedOptimizer.step(self, closure)
         if self.algorithm.uses_count:
             groups = self.param_groups
@@ -88,15 +90,14 @@ class ApexOptimizer(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's, torch's and ampfuse's state dicts.
 
-        What a saved group does not say, as apex's groups of few keys, is taken from our own. apex's
-        count of steps, of the group, becomes that of its parameters.
+        What a saved group does not say stays. apex's count of a group is its parameters'.
         """
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         groups, own_groups = [], self.param_groups
         if len(own_groups) != len(state_dict["param_groups"]):  # torch's to refuse
             own_groups = [{}] * len(state_dict["param_groups"])
         for own, saved in zip(own_groups, state_dict["param_groups"], strict=True):
-            inherited = {k: v for k, v in own.items() if k not in ("params", "param_names")}
+            inherited = {k: v for k, v in own.items() if k not in _NOT_OURS}
             group = {**inherited, **saved}
             groups.append(group)
             # A step of a subclass's own counts by group.
@@ -129,17 +130,11 @@ def of_groups(key: str, read: Callable[[Any], Any], write: Callable[[Any], bool]
     return property(lambda self: read(self.param_groups[0][key]), assign)
 
 
-def arguments(given: dict[str, Any], *but: str) -> dict[str, Any]:
-    """What a constructor was called with, of its ``locals()``, without what is named in `but`."""
-    return {k: v for k, v in given.items() if k not in ("self", "__class__", *but)}
-
-
 @contextlib.contextmanager
 def driven_by(optimizer: Any, driver: dict[str, Any]) -> Iterator[None]:
     """A step in this block unscales and skips by torch's GradScaler ``driver["grad_scaler"]``.
 
-    apex's ``step`` has a parameter of that name; torch's GradScaler warns of one at every step, so
-    here it is among the keywords.
+    It is among the keywords: torch's GradScaler warns of a parameter of that name, as apex's.
     """
     grad_scaler = driver.pop("grad_scaler", None)
     if driver:
@@ -148,7 +143,7 @@ def driven_by(optimizer: Any, driver: dict[str, Any]) -> Iterator[None]:
     if grad_scaler is None:
         yield
         return
-    found_infs = list(grad_scaler._check_inf_per_device(optimizer).values())
-    found_inf = torch.stack([found.reshape(()) for found in found_infs]).sum()
+    flags = grad_scaler._check_inf_per_device(optimizer).values()
+    found_inf = sum(flag.reshape(()) for flag in flags)  # 0 if the scaler saw no gradient
     with driven(optimizer, grad_scale=grad_scaler._get_scale_async(), found_inf=found_inf):
         yield

@@ -1,5 +1,3 @@
 """``apex.parallel.LARC``, a module; the class in it is ampfuse's own, with apex's arguments."""
 
-from ampfuse.optim import LARC
-
-__all__ = ["LARC"]
+from ampfuse.optim import LARC as LARC

@@ -1,9 +1,170 @@
-"""``apex.parallel`` on ``torch.nn.parallel`` and ``torch.nn.SyncBatchNorm``."""
+"""``apex.parallel`` on ``torch.nn.parallel`` and the ``SyncBatchNorm`` of ``ampfuse.nn``."""
 
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ampfuse.compat.apex.apex_C import flatten, unflatten
 from ampfuse.compat.apex.parallel import LARC
-from ampfuse.compat.apex.parallel.distributed import DistributedDataParallel, Reducer
-from ampfuse.compat.apex.parallel.sync_batchnorm import (
-    SyncBatchNorm,
-    convert_syncbn_model,
-    create_syncbn_process_group,
+from ampfuse.compat.apex.signatures import takes
+from ampfuse.nn.sync_batch_norm import sync_normalize
+
+# apex leaves each process its own running statistics. torch 2.14 has a new name for that.
+_NAMES = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's ``DistributedDataParallel`` with apex's arguments. Wrap after ``amp.initialize``.
+
+    `message_size`: elements per all-reduce. `delay_allreduce`: accept parameters that get no
+    gradient in a pass. `allreduce_always_fp32`: sum half gradients in FP32. `gradient_average`:
+    divide the sum by the number of processes; by `gradient_predivide_factor` before it, by the rest
+    after it. `shared_param`: a ValueError; apex gave it up. The others have no effect.
+    """
+
+    @takes(
+        "module message_size=10000000 delay_allreduce=False shared_param=None "
+        "allreduce_trigger_params=None retain_allreduce_buffers=False allreduce_always_fp32=False "
+        "num_allreduce_streams=1 allreduce_communicators=None gradient_average=True "
+        "gradient_predivide_factor=1.0 gradient_average_split_factor=None prof=False"
+    )
+    def __init__(self, given: dict[str, Any]) -> None:
+        if given["shared_param"] is not None:
+            found = "shared_param has no meaning: shared parameters need no word"
+            raise ValueError(f"{found}. Where some get no gradient pass delay_allreduce=True.")
+        super().__init__(
+            given["module"],
+            find_unused_parameters=bool(given["delay_allreduce"]),
+            bucket_cap_mb=max(1, given["message_size"] * 4 // 2**20),
+            **dict[str, Any]({_SYNC: False}),
+        )
+        self.gradient_average: bool = given["gradient_average"]
+        self.gradient_predivide_factor = float(given["gradient_predivide_factor"])
+        self.allreduce_always_fp32: bool = given["allreduce_always_fp32"]
+        plain = self.gradient_average and self.gradient_predivide_factor == 1.0
+        if self.allreduce_always_fp32 or not plain:
+            self.register_comm_hook(None, self._reduce)
+
+    # torch compares the annotations of a hook with its types, and these would be strings.
+    def _reduce(self, _, bucket):  # type: ignore[no-untyped-def]
+        buffer = bucket.buffer()
+        summed = buffer.float() if self.allreduce_always_fp32 else buffer
+        before = self.gradient_predivide_factor
+        if before != 1.0:
+            summed.div_(before)
+        after = dist.get_world_size(self.process_group) / before if self.gradient_average else 1.0
+
+        def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            total = future.value()[0] if after == 1.0 else future.value()[0].div_(after)
+            return total if total is buffer else buffer.copy_(total)
+
+        work = dist.all_reduce(summed, group=self.process_group, async_op=True)
+        return work.get_future().then(finish)
+
+
+class Reducer:
+    """Averages over all processes when asked: tensors, or a module's gradients.
+
+    A module's parameters are broadcast from the first process now.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
+        given = module_or_grads_list
+        self.module = given if isinstance(given, nn.Module) else None
+        self.grads = [] if isinstance(given, nn.Module) else list(given)
+        for param in self.module.parameters() if self.module is not None else ():
+            dist.broadcast(param.detach(), 0)
+
+    def reduce(self) -> None:
+        """All-reduce and divide by the number of processes, in place."""
+        params = self.module.parameters() if self.module is not None else ()
+        grads = self.grads + [param.grad for param in params if param.grad is not None]
+        flat_dist_call(grads, dist.all_reduce)
+
+
+@torch.no_grad()
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """``call(flat, *extra_args)`` on all tensors of a type as one, in place; a sum is averaged."""
+    alike: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for group in alike.values():
+        flat = flatten(group)
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
+            flat.div_(dist.get_world_size())
+        for tensor, value in zip(group, unflatten(flat, group), strict=True):
+            tensor.copy_(value)
+
+
+# Not a subclass of torch's: DistributedDataParallel refuses that on the CPU.
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm over the batches of all processes, on GPUs and CPUs.
+
+    As torch's, and: with `channel_last` the input's channels are its last dimension, with
+    `fuse_relu` a ReLU is applied to the result.
+    """
+
+    @takes(
+        "num_features eps=1e-5 momentum=0.1 affine=True track_running_stats=True "
+        "process_group=None channel_last=False fuse_relu=False"
+    )
+    def __init__(self, given: dict[str, Any]) -> None:
+        own = {n: given.pop(n) for n in ("process_group", "channel_last", "fuse_relu")}
+        super().__init__(**given)
+        self.__dict__.update(own)
+
+    fuse_relu: bool
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalize `input` (N, C, ...), add `z` of the same shape if given."""
+        if not self.channel_last:
+            return sync_normalize(self, input, z, self.fuse_relu)
+        x, residual = (t if t is None else t.movedim(-1, 1) for t in (input, z))
+        assert x is not None
+        return sync_normalize(self, x, residual, self.fuse_relu).movedim(1, -1)
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
+    """Replace every batch norm in `module` by a :class:`SyncBatchNorm` of the same tensors.
+
+    `module` is changed in place and returned, unless it is a batch norm itself.
+    """
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        options = module.eps, module.momentum, module.affine, module.track_running_stats
+        new = SyncBatchNorm(module.num_features, *options, process_group, channel_last)
+        new._parameters.update(module._parameters)
+        new._buffers.update(module._buffers)
+        return new.train(module.training)
+    for name, child in module.named_children():
+        module._modules[name] = convert_syncbn_model(child, process_group, channel_last)
+    return module
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """Split all processes, which call it, into groups; returns this process's, None for size 0."""
+    if group_size == 0:
+        return None
+    if group_size < 0 or dist.get_world_size() % group_size:
+        found = f"{dist.get_world_size()} processes do not make groups of {group_size}"
+        raise ValueError(f"{found}: pass a divisor of their number.")
+    return dist.new_subgroups(group_size)[0]
+
+
+__all__ = sorted(
+    ["LARC", *(n for n, v in globals().items() if getattr(v, "__module__", "") == __name__)]
 )

@@ -1,0 +1,72 @@
+"""``apex.mlp``: linear layers with one activation behind each, also behind the last."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# By apex's numbers.
+_ACTIVATIONS: dict[str, Any] = {"none": nn.Identity(), "relu": nn.ReLU(), "sigmoid": nn.Sigmoid()}
+
+
+def mlp_function(bias: bool, activation: int, *args: Tensor) -> Tensor:
+    """The layers on the first of `args`, (N, in); behind it the weights, then any biases."""
+    x, *params = args
+    count = len(params) // 2 if bias else len(params)
+    for weight, offset in itertools.zip_longest(params[:count], params[count:]):
+        x = list(_ACTIVATIONS.values())[activation](nn.functional.linear(x, weight, offset))
+    return x
+
+
+class MlpFunction(torch.autograd.Function):
+    """:func:`mlp_function`; its backward computes the layers anew."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: bool, activation: int, *args: Tensor) -> Tensor:
+        ctx.save_for_backward(*args)
+        ctx.options = bias, activation
+        return mlp_function(bias, activation, *args)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        args = [arg.detach().requires_grad_() for arg in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = mlp_function(*ctx.options, *args)
+        return None, None, *torch.autograd.grad(out, args, grad)
+
+
+class MLP(nn.Module):
+    """``activation(x @ weight.T + bias)`` from each of `mlp_sizes` to the next, of (N, in)."""
+
+    def __init__(self, mlp_sizes: Sequence[int], bias: bool = True, activation: str = "relu"):
+        super().__init__()
+        if activation not in _ACTIVATIONS:
+            raise TypeError(f"activation must be none, relu or sigmoid, not {activation!r}.")
+        self.mlp_sizes, self.num_layers, self.bias = mlp_sizes, len(mlp_sizes) - 1, bias
+        self.activation = list(_ACTIVATIONS).index(activation)
+        for i, (size, out) in enumerate(itertools.pairwise(mlp_sizes)):
+            self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(out, size)))
+            self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(out)) if bias else None)
+        self.reset_parameters()
+
+    # Looked up each time: some exchange parameters.
+    weights = property(lambda self: [p for n, p in self._parameters.items() if "weight" in n])
+    biases = property(
+        lambda self: [p for n, p in self._parameters.items() if "bias" in n and self.bias]
+    )
+
+    def reset_parameters(self) -> None:
+        """Normal values: of Glorot's deviation, and biases of 1 / sqrt(out)."""
+        for param in self.parameters():
+            nn.init.normal_(param, std=(param.dim() / sum(param.shape)) ** 0.5)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
+
+    def extra_repr(self) -> str:
+        activation = list(_ACTIVATIONS)[self.activation]
+        return f"MLP sizes: {list(self.mlp_sizes)}, Bias={self.bias}, activation={activation}"

@@ -1,0 +1,87 @@
+"""``apex.normalization`` on ampfuse's layer and RMS norms, over last dimensions `normalized_shape`.
+
+Statistics and weights are applied in FP32 whatever the types, and the result is rounded once: to
+the input's type, or in what is called mixed to the weights'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampfuse.compat.apex.signatures import takes
+from ampfuse.nn import layer_norm, rms_norm
+
+
+def _norm(norm: Any, mixed: bool, input: Tensor, shape: Any, eps: Any, *params: Tensor) -> Tensor:
+    if not mixed or params[0].dtype == input.dtype:
+        return norm(input, shape, *params, eps=eps)
+    return norm(input.float(), shape, *params, eps=eps).to(params[0].dtype)
+
+
+def _function(norm: Callable[..., Tensor], params: str = "", mixed: bool = False) -> Any:
+    @takes(f"{params} normalized_shape eps=1e-6", first="input")
+    def normalize(input: Tensor, given: dict[str, Any]) -> Tensor:
+        weights = [given[name] for name in params.split()]
+        return _norm(norm, mixed, input, given["normalized_shape"], given["eps"], *weights)
+
+    return normalize
+
+
+fused_layer_norm = _function(layer_norm)
+fused_layer_norm_affine = _function(layer_norm, "weight bias")
+mixed_dtype_fused_layer_norm_affine = _function(layer_norm, "weight bias", mixed=True)
+fused_rms_norm = _function(rms_norm)
+fused_rms_norm_affine = _function(rms_norm, "weight")
+mixed_dtype_fused_rms_norm_affine = _function(rms_norm, "weight", mixed=True)
+
+
+class _FusedNorm(nn.Module):
+    """Mixin before torch's class: apex's constructor, and inputs of other types than weights."""
+
+    _function: Callable[..., Tensor]
+    _mixed = False
+
+    @takes("normalized_shape eps=1e-5 elementwise_affine=True memory_efficient=False")
+    def __init__(self, given: dict[str, Any]) -> None:
+        if self._mixed and not given["elementwise_affine"]:
+            name = type(self).__name__
+            raise RuntimeError(f"{name} has weights; without, use the class that is not Mixed.")
+        memory_efficient = given.pop("memory_efficient")  # accepted and without effect
+        super().__init__(**given)
+        self.memory_efficient = memory_efficient
+
+    def forward(self, input: Tensor) -> Tensor:
+        layer: Any = self  # of torch's class, too
+        params = [p for p in (layer.weight, getattr(layer, "bias", None)) if p is not None]
+        shape, eps = layer.normalized_shape, layer.eps
+        return _norm(self._function, self._mixed, input, shape, eps, *params)
+
+
+class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
+    """``nn.LayerNorm`` that takes inputs of another type than its weights."""
+
+    _function = staticmethod(layer_norm)
+
+
+class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
+    """``nn.RMSNorm`` that takes inputs of another type than its weights."""
+
+    _function = staticmethod(rms_norm)
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """A :class:`FusedLayerNorm` whose output has the weights' type."""
+
+    _mixed = True
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """A :class:`FusedRMSNorm` whose output has the weights' type."""
+
+    _mixed = True
+
+
+__all__ = sorted(name for name in globals() if "used" in name and name[0] != "_")

@@ -1,0 +1,3 @@
+from ampfuse.compat.apex.installing import take_names
+
+take_names()

@@ -1,0 +1,266 @@
+"""``apex.optimizers``: the six fused optimizers, on those of :mod:`ampfuse.optim`.
+
+In common, beside torch's arguments: `bias_correction`, False for moments as they are;
+`adam_w_mode` (`adagrad_w_mode`), decoupled weight decay instead of L2 through the gradient;
+`set_grad_none`: ``zero_grad()`` drops gradients. `amsgrad` is a RuntimeError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampfuse import optim
+from ampfuse.compat.apex import amp_C
+from ampfuse.compat.apex.contrib.clip_grad import clip_grad_norm_
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, driven_by, of_groups
+from ampfuse.optim.fused import is_fused
+from ampfuse.optim.masters import HALF_DTYPES
+
+_GIVEN_UP = ("grads", "output_params", "scale", "grad_norms")
+
+
+class FusedAdagrad(ApexOptimizer, optim.Adagrad):
+    """:class:`ampfuse.optim.Adagrad` with apex's arguments."""
+
+    _takes = "lr=1e-2 eps=1e-10 weight_decay=0.0 set_grad_none=True adagrad_w_mode=False"
+    _in_groups = ("decoupled_weight_decay",)
+    multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)
+    adagrad_w_mode = of_groups("decoupled_weight_decay", int)
+
+
+class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
+    """:class:`ampfuse.optim.Adam` with apex's arguments; by default it is AdamW.
+
+    Any step can be captured. With `capturable`, one that a GradScaler drives leaves half gradients
+    unscaled too. `master_weights` keeps FP32 masters; without `capturable` it is a RuntimeError.
+    `max_grad_norm` and other arguments of 2019 make it the FusedAdam of ``apex.contrib``.
+    """
+
+    _takes = (
+        "lr=1e-3 bias_correction=True betas=(0.9,0.999) eps=1e-8 adam_w_mode=True weight_decay=0.0 "
+        "amsgrad=False set_grad_none=True capturable=False master_weights=False * "
+        "eps_inside_sqrt=None max_grad_norm=None use_mt=None amp_scale_adjustment=None"
+    )
+    _in_groups = ("bias_correction",)
+    multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
+    multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
+    multi_tensor_adam_capturable_master = staticmethod(amp_C.multi_tensor_adam_capturable_master)
+    adam_w_mode = of_groups("decoupled_weight_decay", int)
+
+    def construct(self, given: dict[str, Any]) -> None:
+        self.capturable = given.pop("capturable", False)
+        if given.get("master_weights") and not self.capturable:
+            raise RuntimeError("FusedAdam takes master_weights=True with capturable=True only.")
+        names = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
+        old = {name: given.pop(name) for name in names}
+        if old["eps_inside_sqrt"]:
+            found = "FusedAdam adds eps outside of the square root, as torch does"
+            raise RuntimeError(f"{found}. Use fused_adam_cuda.adam with eps_mode=0.")
+        self._of_2019 = any(value is not None for value in old.values())
+        super().construct({"adam_w_mode": True, **given})
+        if self._of_2019:
+            self.set_in_groups("max_grad_norm", old["max_grad_norm"] or 0.0)
+
+    _unscales_half = property(lambda self: self.capturable)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        **driver: Any,
+    ) -> Any:
+        """One step. ``step(grad_scaler=s)`` unscales, and skips on overflow, by torch's GradScaler.
+
+        The arguments in the middle, which apex gave up, are a RuntimeError.
+        """
+        names, given = _GIVEN_UP, (grads, output_params, scale, grad_norms)
+        if refused := [n for n, value in zip(names, given, strict=True) if value is not None]:
+            found = f"FusedAdam.step takes no {', '.join(refused)}: gradients are read from .grad"
+            raise RuntimeError(f"{found}, and amp or a GradScaler unscales them.")
+        with driven_by(self, driver):
+            if not self._of_2019:
+                return super().step(closure)
+            with torch.enable_grad():
+                loss = None if closure is None else closure()
+            self._clip_groups()
+            with self._rates_of_2019():
+                super().step()
+            return loss
+
+    def _clip_groups(self) -> None:
+        """Clip what goes into the next step to each group's norm."""
+        norms = [group["max_grad_norm"] for group in self.param_groups]
+        if len(norms) == 1 and norms[0] > 0:
+            self.clip_once = float(norms[0])  # without a pass of its own
+            return
+        scale = self.__dict__.get("grad_scale")
+        for group, norm in zip(self.param_groups, norms, strict=True):
+            if norm > 0:
+                clip_grad_norm_(group["params"], norm if scale is None else norm * scale)
+
+    @contextlib.contextmanager
+    def _rates_of_2019(self) -> Iterator[None]:
+        """The moments' corrections are a factor of the rate, and so of the weight decay."""
+        rates = [(g["lr"], g["bias_correction"]) for g in self.param_groups]
+        counts = self.keep_bound().steps().split([len(g["params"]) for g in self.param_groups])
+        try:
+            for group, count in zip(self.param_groups, counts, strict=True):
+                if group["bias_correction"] and len(count):
+                    left = [1 - beta ** (count.amax().double() + 1) for beta in group["betas"]]
+                    group["lr"] = (group["lr"] * left[1].sqrt() / left[0]).float()
+                    group["bias_correction"] = False
+            yield
+        finally:
+            for group, (lr, corrects) in zip(self.param_groups, rates, strict=True):
+                group.update(lr=lr, bias_correction=corrects)
+
+
+class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
+    """:class:`ampfuse.optim.SGD` with apex's arguments.
+
+    `lr` is required, here or in every group (ValueError). `wd_after_momentum` adds the weight decay
+    after the momentum instead of before it. `materialize_master_grads` has no effect.
+    """
+
+    _takes = (
+        "lr=None momentum=0 dampening=0 weight_decay=0 nesterov=False wd_after_momentum=False "
+        "materialize_master_grads=True set_grad_none=False"
+    )
+    _in_groups = ("wd_after_momentum",)
+    multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
+    wd_after_momentum = of_groups("wd_after_momentum", bool)
+
+    def construct(self, given: dict[str, Any]) -> None:
+        params, lr = list(given["params"]), given["lr"]
+        if lr is None and not all(isinstance(g, dict) and "lr" in g for g in params):
+            raise ValueError("FusedSGD needs a learning rate: pass lr.")
+        self.materialize_master_grads = given.pop("materialize_master_grads")
+        super().construct({**given, "params": params, "lr": 0.0 if lr is None else lr})
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on gradients divided by ``most_recent_scale``, which is 1 again after it."""
+        result = super().step(closure)
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
+        return result
+
+    def _gradient_scale(self) -> tuple[Tensor | None, bool, bool]:
+        if self.most_recent_scale == 1:
+            return super()._gradient_scale()
+        device = self._rows.params[0].device
+        scale = torch.full((), self.most_recent_scale, dtype=torch.float32, device=device)
+        scaler = self.__dict__.get("grad_scale")
+        return (scale if scaler is None else scale * scaler), False, False
+
+
+class FusedLAMB(ApexOptimizer, optim.LAMB):
+    """:class:`ampfuse.optim.LAMB` with apex's arguments.
+
+    Gradients are clipped to the L2 norm `max_grad_norm` first, unless that is inf. As in apex 0 is
+    a norm like any other, to which all gradients become zero.
+    """
+
+    _takes = (
+        "lr=1e-3 bias_correction=True betas=(0.9,0.999) eps=1e-6 weight_decay=0.01 amsgrad=False "
+        "adam_w_mode=True grad_averaging=True set_grad_none=True max_grad_norm=1.0 use_nvlamb=False"
+    )
+    multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm)
+    multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb)
+    adam_w_mode = of_groups("decoupled_weight_decay", int)
+    use_nvlamb = of_groups("use_nvlamb", bool)
+
+    def construct(self, given: dict[str, Any]) -> None:
+        norm = given["max_grad_norm"]
+        # The least of numbers in place of 0: it is 0 in FP32, which gradients are multiplied in.
+        largest = None if norm in (None, math.inf) else norm or sys.float_info.min
+        super().construct({**given, "max_grad_norm": largest})
+        # As in apex, groups have the norm that was asked for. A step reads that of the optimizer.
+        self.set_in_groups("max_grad_norm", norm)
+
+
+class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
+    """:class:`FusedLAMB` with FP32 masters, for a loop with torch's GradScaler.
+
+    Step counts start from `step`. Half parameters have masters if `reduced_precision_dtype` is
+    given; it may be set later, before the first step.
+    """
+
+    _takes = (
+        "lr=1e-3 step=0 bias_correction=True betas=(0.9,0.999) eps=1e-6 weight_decay=0.01 "
+        "amsgrad=False adam_w_mode=True grad_averaging=True max_grad_norm=1.0 use_nvlamb=False "
+        "reduced_precision_dtype=None"
+    )
+    multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm_mp)
+    multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)
+
+    def construct(self, given: dict[str, Any]) -> None:
+        self._first_step, dtype = int(given.pop("step")), given.pop("reduced_precision_dtype")
+        super().construct(given)
+        self.skip_nonfinite = True
+        self.reduced_precision_dtype = dtype
+
+    def _set_dtype(self, dtype: torch.dtype | None) -> None:
+        self._reduced_precision_dtype, self.master_weights = dtype, dtype is not None
+
+    reduced_precision_dtype = property(lambda self: self._reduced_precision_dtype, _set_dtype)
+
+    def step(self, closure: Callable[[], Any] | None = None, **driver: Any) -> Any:
+        """One step; with ``grad_scaler=s`` torch's GradScaler unscales and skips on overflow."""
+        with driven_by(self, driver):
+            return ApexOptimizer.step(self, closure)
+
+
+class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
+    """:class:`ampfuse.optim.NovoGrad` with apex's arguments.
+
+    `norm_type` is 2, or 0 for the largest magnitude; another is a RuntimeError.
+    """
+
+    _takes = (
+        "lr=1e-3 bias_correction=True betas=(0.9,0.999) eps=1e-8 weight_decay=0.0 amsgrad=False "
+        "reg_inside_moment=False grad_averaging=True norm_type=2 init_zero=False set_grad_none=True"
+    )
+    multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
+    moment_mode = of_groups("reg_inside_moment", lambda inside: 1 - inside, lambda mode: mode == 0)
+
+    def construct(self, given: dict[str, Any]) -> None:
+        if (kind := given["norm_type"]) not in (0, 2):
+            raise RuntimeError(f"FusedNovoGrad's norm_type is 2, or 0 for the maximum: {kind}")
+        super().construct(given)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads apex's and ampfuse's state dicts; ValueError for norms of other parameters.
+
+        apex kept the norms in the group: those of its half parameters, then of the others.
+        """
+        state = {key: dict(value) for key, value in state_dict["state"].items()}
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group, own in zip(groups, self.param_groups, strict=False):
+            norms = group.pop("exp_avg_sq", None) if is_fused(self) else None
+            if norms is None or len(group["params"]) != len(own["params"]):
+                continue  # groups that do not fit are torch's to refuse
+            are_half = [param.dtype in HALF_DTYPES for param in own["params"]]
+            for is_half, values in zip((True, False), norms, strict=True):
+                keys = [
+                    k for k, half in zip(group["params"], are_half, strict=True) if half == is_half
+                ]
+                if len(keys) != len(values):
+                    found = f"The state holds norms of {len(values)} parameters"
+                    raise ValueError(f"{found} where there are {len(keys)}. Nothing was loaded.")
+                for key, value in zip(keys, values, strict=True):
+                    state.setdefault(key, {})["exp_avg_norm"] = value.detach().clone()
+        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
+
+
+__all__ = sorted(name for name in globals() if name.startswith("Fused"))
