@@ -180,6 +180,7 @@ bool GradientLedger::end_backward(const at::Tensor& scale, bool check, bool dela
     if (row.model.defined()) {
       if (row.grad_state == Grad::kShown) row.param.mutable_grad().reset();
       row.grad_state = Grad::kScaled;
+      row.taken_version = version_of(grad_of(row));
     } else {
       if (row.copied_grad.defined()) grad_of(row) = row.copied_grad;
       bump_version(grad_of(row));
@@ -204,7 +205,7 @@ bool GradientLedger::has_new() {
     const at::Tensor& grad = settled(row);
     if (!row.model.defined() || !grad.defined()) continue;
     found |= row.grad_state == Grad::kTrue ||
-             (row.grad_state == Grad::kScaled && !row.inspected.is_unchanged(grad));
+             (row.grad_state == Grad::kScaled && version_of(grad) != row.taken_version);
   }
   return found;
 }

@@ -75,6 +75,7 @@ struct Row {
   int64_t origin = 0;               // where the shard begins among the elements of the whole
   const void* localized = nullptr;  // the gradient's local shard, as LocalGradients found it
   Contents inspected;
+  int64_t taken_version = 0;  // of a gradient in kScaled, as its pass ended
 
   bool carries_scale() const {
     return grad_state == Grad::kScaled || grad_state == Grad::kUsedScaled;
