@@ -153,7 +153,7 @@ class Float32Output(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if (rule := _RULES.get(func)) is not None:
+        if (rule := _rules().get(func)) is not None:
             found = rule(func, *args, **kwargs)
             if found is not NotImplemented:
                 return found
@@ -303,7 +303,11 @@ def _is_view(func: Any) -> bool:
 
 
 def _view(func: Any, of: Float32Output, *args: Any, **kwargs: Any) -> Any:
-    if func in _VIEWS_OF_OTHER_TYPE:
+    if func.name() in (
+        "aten::view.dtype",
+        "aten::view_as_complex",
+        "aten::_nested_view_from_jagged",
+    ):
         return func(of.float32_data(keep=True), *args, **kwargs)
     memory = of._memory
     if memory.half is None and memory.float32 is None:
@@ -318,13 +322,6 @@ def _view(func: Any, of: Float32Output, *args: Any, **kwargs: Any) -> Any:
         return Float32Output._over(memory, view, view.storage_offset() - start)
 
     return pytree.tree_map_only(Tensor, again, func(of._view_of(base), *args, **kwargs))
-
-
-_VIEWS_OF_OTHER_TYPE = {
-    aten.view.dtype,
-    aten.view_as_complex.default,
-    aten._nested_view_from_jagged.default,
-}
 
 
 def _change_in_place(func: Any, args: Any, kwargs: Any) -> Any:
@@ -494,31 +491,35 @@ def _log_softmax_backward(func: Any, gradient: Any, output: Any, dim: int, dtype
 
 _NOTHING = _Memory(None)
 
-_RULES: dict[Any, Callable[..., Any]] = {
-    aten.clone.default: _clone,
-    aten._to_copy.default: _to_copy,
-    aten._log_softmax.default: _log_softmax,
-    aten._log_softmax_backward_data.default: _log_softmax_backward,
-    aten.nll_loss_forward.default: _nll_loss,
-    aten.nll_loss_backward.default: _nll_loss_backward,
-    **dict.fromkeys(
-        [
-            *(aten.amax.default, aten.amin.default, aten.argmax.default, aten.argmin.default),
-            *(aten.max.default, aten.max.dim, aten.min.default, aten.min.dim),
-            *(
-                aten.aminmax.default,
-                aten.topk.default,
-                aten.sort.default,
-                aten.isnan.default,
-                aten.isinf.default,
-            ),
-            *(aten.index.Tensor, aten.index_select.default, aten.gather.default),
-            *(aten.masked_select.default, aten.cat.default, aten.flip.default),
-            *(aten.slice_backward.default, aten.select_backward.default),
-        ],
-        _exactly,
-    ),
-}
+
+@functools.cache
+def _rules() -> dict[Any, Callable[..., Any]]:
+    """Made at the first use: torch makes operators when they are named."""
+    return {
+        aten.clone.default: _clone,
+        aten._to_copy.default: _to_copy,
+        aten._log_softmax.default: _log_softmax,
+        aten._log_softmax_backward_data.default: _log_softmax_backward,
+        aten.nll_loss_forward.default: _nll_loss,
+        aten.nll_loss_backward.default: _nll_loss_backward,
+        **dict.fromkeys(
+            [
+                *(aten.amax.default, aten.amin.default, aten.argmax.default, aten.argmin.default),
+                *(aten.max.default, aten.max.dim, aten.min.default, aten.min.dim),
+                *(
+                    aten.aminmax.default,
+                    aten.topk.default,
+                    aten.sort.default,
+                    aten.isnan.default,
+                    aten.isinf.default,
+                ),
+                *(aten.index.Tensor, aten.index_select.default, aten.gather.default),
+                *(aten.masked_select.default, aten.cat.default, aten.flip.default),
+                *(aten.slice_backward.default, aten.select_backward.default),
+            ],
+            _exactly,
+        ),
+    }
 
 
 # --- what forward() of a model returns --------------------------------------------------------
