@@ -62,7 +62,7 @@ layer, x = nn.Linear(1024, 1024, bias=False).bfloat16(), torch.randn(384, 1024).
 for _ in train(nn.Sequential(*[layer] * 8), x): pass
 """
 CASTS = """
-x = torch.randn(400, 1000)
+x = torch.randn(1600, 1000)
 for _ in train(nn.Linear(4, 4), torch.randn(2, 4)):
     y = x
     for _ in range(10): y = y.bfloat16().float()
