@@ -32,7 +32,7 @@ HOT = {
     "novograd": ("apply_kernelINS_10NovoGradOpE", 3, 3),
     "lamb_moments": ("measure_kernelINS_13LambMomentsOpILb0EEE", 4, 2),
     "lamb": ("apply_kernelINS_6LambOpE", 3, 2),
-    "muon_momentum": ("apply_kernelINS_14MuonMomentumOpE", 2, 2),
+    "muon_momentum": ("apply_kernelINS_14MuonMomentumOpE", 2, 1),
     "muon": ("apply_kernelINS_6MuonOpE", 2, 2),
     "layerwise": ("apply_kernelINS_11LayerwiseOpE", 2, 1),
 }
