@@ -122,9 +122,13 @@ def test_registers_do_not_spill(arch, dump, objects, compiled):
     stacks = dict(re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+)", reports))
     assert stacks.keys() == compiled.keys()
     # (But in what one block does once a step: in a function of inspect, and 8 bytes of prepare. And
-    # 16 bytes of one instance of Muon, which makes its momentum again: its products take far longer.)
+    # 16 bytes of one instance of Muon, which makes its momentum again.)
     spilling = {name for name, bytes_ in stacks.items() if int(bytes_)}
-    assert [n for n in spilling if not re.search("prepare|inspect_kernelILj6E|apply_kernelINS_6MuonOpE", n)] == []
+    assert [
+        n
+        for n in spilling
+        if not re.search("prepare|inspect_kernelILj6E|apply_kernelINS_6MuonOpE", n)
+    ] == []
 
 
 @pytest.mark.parametrize("arch", ARCHS)
