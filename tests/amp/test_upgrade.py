@@ -253,7 +253,7 @@ def test_a_master_and_its_weight_are_one_key(level):
         bool(other == training.model[0].weight)
 
 
-@pytest.mark.parametrize("level", [None, *LEVELS])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", SOME)
 def test_an_optimizer_of_empty_groups_waits_for_parameters(name, level):
     training = Training(lambda params: OPTIMIZERS[name]([{"params": []}]), level)
