@@ -28,6 +28,11 @@
 .DELETE_ON_ERROR:
 .PHONY: demo test bench experiments docs notebooks wheel release lint format clean help
 
+# Without a GPU the kernels for one are not compiled: `AMPFUSE_CUDA=ON make test` compiles them.
+CUDA_HERE := $(or $(AMPFUSE_CUDA),$(if $(shell nvidia-smi -L 2>/dev/null),AUTO,OFF))
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
 BASE_PYTHON ?= python3
 TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DOCS_BUILDER ?= html
@@ -42,14 +47,16 @@ ifdef PYTHON
   STAMPS := build/make$(subst /,_,$(abspath $(shell command -v $(PYTHON))))
   # A copy is installed there, so Python files matter too.
   SOURCES := $(NATIVE) $(shell find python -name '*.py*' -not -name '*.pyc')
-  INSTALL := $(PY) -m pip install --quiet
+  INSTALL := AMPFUSE_CUDA=$(CUDA_HERE) $(PY) buildtools/install.py
   TARGET := .
   TEST_EXTRAS := test
 else
   PY := .venv/bin/python
   STAMPS := .venv
   SOURCES := $(NATIVE)
-  INSTALL := $(PY) -m pip install --quiet --no-build-isolation
+  INSTALL := AMPFUSE_CUDA=$(CUDA_HERE) $(PY) buildtools/install.py --no-build-isolation
+  # The kernels of this machine's instruction set alone.
+  FOR_DEMO := -C cmake.define.AMPFUSE_CPU_ISAS=native
   TARGET := -e .
   TEST_EXTRAS := test,integrations,experiments
 endif
@@ -59,6 +66,7 @@ help:
 
 demo: $(STAMPS)/demo
 	$(PY) -m ampfuse demo $(DEMO_ARGS)
+	@echo "Next: README.md shows the five lines that change in a training script; make test runs the tests."
 
 test: $(STAMPS)/test
 	$(PY) -m pytest $(TEST_ARGS)
@@ -124,36 +132,37 @@ $(STAMPS)/ready:
 	@$(PY) buildtools/probe.py > $@
 else
 .venv/torch: .venv/venv
-	$(PY) -m pip install $(if $(TORCH),'$(TORCH)',--group torch-newest) torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PY) -m pip install --no-compile $(if $(TORCH),'$(TORCH)',--group torch-newest) torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@touch $@
 
 # The build in .venv is not isolated, so that it can go on where the last one stopped: what a build
 # needs (a CUDA compiler too, where one is missing) is installed first.
 $(STAMPS)/ready: .venv/torch pyproject.toml
-	@$(PY) buildtools/probe.py --requirements > $@
-	$(PY) -m pip install --quiet -r $@
+	@AMPFUSE_CUDA=$(CUDA_HERE) $(PY) buildtools/probe.py --requirements > $@
+	$(PY) -m pip install --quiet --no-compile -r $@
 endif
 
 SAY_WHAT_WAS_BUILT = $(PY) -c "from ampfuse import _core; print(_core.build_info.BUILD_INFO)"
 
 $(STAMPS)/demo: $(STAMPS)/ready $(SOURCES)
 	@echo "Compiling and installing ampfuse (some minutes the first time) ..."
-	$(INSTALL) $(TARGET)'[demo]'
+	@$(INSTALL) $(FOR_DEMO) $(TARGET)'[demo]'
 	@$(SAY_WHAT_WAS_BUILT)
 	@touch $@
 
 $(STAMPS)/experiments $(STAMPS)/notebooks: $(STAMPS)/demo
-	$(INSTALL) $(TARGET)'[$(@F)]'
+	@$(INSTALL) $(TARGET)'[$(@F)]'
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/demo
 	$(PY) -m pip install --quiet --group docs
 	@touch $@
 
-# The tests also run the CUDA kernels on the CPU, which is a second module. Those of the experiments
-# need torchvision: in an environment of yours they run if it is there.
+# The tests need the kernels of all instruction sets, and a second module that runs the CUDA kernels
+# on the CPU. Tests of the experiments need torchvision: with PYTHON= they are skipped without it.
 $(STAMPS)/test: $(STAMPS)/ready $(SOURCES)
 	@echo "Compiling and installing ampfuse (some minutes the first time) ..."
-	$(INSTALL) -C cmake.define.AMPFUSE_HOST_EMULATION=ON $(TARGET)'[$(TEST_EXTRAS)]'
+	@$(INSTALL) -C cmake.define.AMPFUSE_CPU_ISAS=all -C cmake.define.AMPFUSE_HOST_EMULATION=ON \
+	  $(TARGET)'[$(TEST_EXTRAS)]'
 	@$(SAY_WHAT_WAS_BUILT)
 	@touch $(@D)/demo $@

@@ -38,7 +38,7 @@ Isa choose_isa() {
   }
   throw std::runtime_error(
       "this ampfuse was compiled for one instruction set, which the CPU lacks or AMPFUSE_CPU_ISA "
-      "does not name; compile it without AMPFUSE_SCALAR_ONLY");
+      "does not name; compile it with AMPFUSE_CPU_ISAS=all");
 }
 
 }  // namespace

@@ -9,16 +9,20 @@ struct Avx512;  // F, BW, DQ, VL
 
 enum class Isa { kScalar, kAvx2, kAvx512 };
 
-// Whether this build has its kernels. AMPFUSE_ONLY_ISA names the one of a build for one machine,
-// which is quick to compile.
-#if !defined(AMPFUSE_ONLY_ISA) && !defined(__x86_64__)
-#define AMPFUSE_ONLY_ISA kScalar
+// Whether this build has its kernels. CMake defines these macros for the files that include this
+// one and ask (AMPFUSE_CPU_ISAS).
+constexpr bool is_compiled(Isa isa) {
+#if defined(AMPFUSE_HAS_AVX512)
+  if (isa == Isa::kAvx512) return true;
 #endif
-#if defined(AMPFUSE_ONLY_ISA)
-constexpr bool is_compiled(Isa isa) { return isa == Isa::AMPFUSE_ONLY_ISA; }
-#else
-constexpr bool is_compiled(Isa) { return true; }
+#if defined(AMPFUSE_HAS_AVX2)
+  if (isa == Isa::kAvx2) return true;
 #endif
+#if defined(AMPFUSE_HAS_SCALAR)
+  if (isa == Isa::kScalar) return true;
+#endif
+  return false;
+}
 
 // The widest compiled one that this CPU has, or what AMPFUSE_CPU_ISA forces.
 Isa isa();

@@ -206,7 +206,7 @@ def test_states_that_no_algorithm_has(state):
 def test_random_calls_under_the_address_sanitizer(tmp_path):
     options = {
         "AMPFUSE_CUDA": "OFF",
-        "AMPFUSE_SCALAR_ONLY": "ON",
+        "AMPFUSE_CPU_ISAS": "scalar",
         "CMAKE_BUILD_TYPE": "None",
         "CMAKE_CXX_FLAGS": "-O1 -g1 -fsanitize=address",
         "Python_EXECUTABLE": sys.executable,

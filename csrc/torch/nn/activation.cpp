@@ -22,8 +22,8 @@ void with_curve(c10::string_view name, const Run& run) {
   run(Silu());
 }
 
-Tensor forward_pass(const Tensor& x, const OptionalTensor& up, const OptionalTensor& bias,
-                    c10::string_view name) {
+Tensor activation_pass(const Tensor& x, const OptionalTensor& up, const OptionalTensor& bias,
+                       c10::string_view name) {
   const Tensor y = at::empty_like(x);
   if (x.is_meta()) return y;
   with_curve(name, [&](auto curve) {
@@ -60,10 +60,10 @@ std::tuple<Tensor, Tensor> backward_into(const Tensor& dy, const Tensor& x,
   return {dup, dbias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_pass(const Tensor& dy, const Tensor& x,
-                                                 const OptionalTensor& up,
-                                                 const OptionalTensor& bias,
-                                                 c10::string_view name) {
+std::tuple<Tensor, Tensor, Tensor> activation_backward_pass(const Tensor& dy, const Tensor& x,
+                                                            const OptionalTensor& up,
+                                                            const OptionalTensor& bias,
+                                                            c10::string_view name) {
   const Tensor dx = at::empty_like(x);
   return std::tuple_cat(std::tuple(dx), backward_into(dy, x, up, bias, name, dx));
 }
@@ -88,7 +88,7 @@ struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
     context->save_for_backward({x, up.value_or(Tensor()), bias.value_or(Tensor())});
     context->saved_data["name"] = name;
     context->set_materialize_grads(false);
-    return Call<forward_pass>::of(AMPFUSE_OP("activation_forward"), x, up, bias, name);
+    return Call<activation_pass>::of(AMPFUSE_OP("activation_forward"), x, up, bias, name);
   }
 
   static variable_list backward(AutogradContext* context, variable_list& gradients) {
@@ -112,8 +112,8 @@ struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
       std::tie(dup, dbias) = backward_into(dy, x, up, bias, name, dy);
       result[0] = dy;
     } else {
-      std::tie(result[0], dup, dbias) =
-          Call<backward_pass>::of(AMPFUSE_OP("activation_backward"), dy, x, up, bias, name);
+      std::tie(result[0], dup, dbias) = Call<activation_backward_pass>::of(
+          AMPFUSE_OP("activation_backward"), dy, x, up, bias, name);
     }
     if (given(up)) result[1] = dup;
     if (given(bias)) result[2] = dbias.to(bias->scalar_type());
@@ -148,13 +148,13 @@ AMPFUSE_LIBRARY_FRAGMENT(AMPFUSE_NAMESPACE, library) {
       "(Tensor, Tensor, Tensor)");
 }
 
-void add_kernels(torch::Library& library) {
-  library.impl("activation_forward", forward_pass);
-  library.impl("activation_backward", backward_pass);
+void add_activation_kernels(torch::Library& library) {
+  library.impl("activation_forward", activation_pass);
+  library.impl("activation_backward", activation_backward_pass);
 }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_activation_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_activation_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_activation_kernels(library); }
 
 }  // namespace
 }  // namespace ampfuse

@@ -295,7 +295,7 @@ AMPFUSE_LIBRARY(AMPFUSE_NAMESPACE, library) {
       "()");
 }
 
-void add_kernels(torch::Library& library) {
+void add_batch_norm_kernels(torch::Library& library) {
   library.impl("batch_norm_moments", moments_pass);
   library.impl("batch_norm_statistics", statistics_pass);
   library.impl("batch_norm_apply", apply_pass);
@@ -304,9 +304,9 @@ void add_kernels(torch::Library& library) {
   library.impl("batch_norm_reduce_into", reduce_into_pass);
   library.impl("batch_norm_dx_into", dx_into_pass);
 }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_batch_norm_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_batch_norm_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_batch_norm_kernels(library); }
 
 }  // namespace
 

@@ -193,13 +193,13 @@ AMPFUSE_LIBRARY_FRAGMENT(AMPFUSE_NAMESPACE, library) {
       "Tensor lse, int ignore_index, float label_smoothing) -> Tensor");
 }
 
-void add_kernels(torch::Library& library) {
+void add_cross_entropy_kernels(torch::Library& library) {
   library.impl("cross_entropy_loss", loss_pass);
   library.impl("cross_entropy_gradient", gradient_pass);
 }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_cross_entropy_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_cross_entropy_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_cross_entropy_kernels(library); }
 
 }  // namespace
 }  // namespace ampfuse

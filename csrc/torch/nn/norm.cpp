@@ -191,13 +191,13 @@ AMPFUSE_LIBRARY_FRAGMENT(AMPFUSE_NAMESPACE, library) {
       "int columns, bool[3] wanted) -> (Tensor, Tensor, Tensor)");
 }
 
-void add_kernels(torch::Library& library) {
+void add_norm_kernels(torch::Library& library) {
   library.impl("norm_forward", forward_pass);
   library.impl("norm_backward", backward_pass);
 }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_norm_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_norm_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_norm_kernels(library); }
 
 }  // namespace
 }  // namespace ampfuse
