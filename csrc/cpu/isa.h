@@ -11,7 +11,7 @@ enum class Isa { kScalar, kAvx2, kAvx512 };
 
 // Whether this build has its kernels. CMake defines these macros for the files that include this
 // one and ask (AMPFUSE_CPU_ISAS).
-constexpr bool is_compiled(Isa isa) {
+constexpr bool is_compiled([[maybe_unused]] Isa isa) {
 #if defined(AMPFUSE_HAS_AVX512)
   if (isa == Isa::kAvx512) return true;
 #endif
