@@ -124,7 +124,7 @@ void ParamTable::set_states(int64_t index, const std::optional<States>& states,
               " keeps no states in ", storage);
   const auto check = [&](const at::Tensor& tensor, const auto&... what) {
     TORCH_CHECK(is_laid_out_as(tensor, row.param) && tensor.device() == device, what..., " of ",
-                row.name, " has to be on ", device, " and laid out as the parameter");
+                row.name, " must be on ", device, " and laid out as the parameter");
   };
   const at::ScalarType element = scalar_type_of(stored.signed_type);
   for (size_t i = 0; i < count; ++i) {
@@ -146,7 +146,7 @@ void ParamTable::set_states(int64_t index, const std::optional<States>& states,
     lay_out_as(row.param, *average);
     check(*average, "the average");
     TORCH_CHECK_TYPE(average->scalar_type() == at::kFloat, "the average of ", row.name, " is ",
-                     average->scalar_type(), "; it has to be float32");
+                     average->scalar_type(), "; it must be float32");
   }
   row.has_states = states.has_value();
   row.storage = &stored;
@@ -166,7 +166,7 @@ void ParamTable::set_scratch(const std::vector<std::pair<int64_t, at::Tensor>>& 
     const int list = info(row.algorithm).scratch;
     TORCH_CHECK_VALUE(list >= 0, info(row.algorithm).name, " has no scratch memory");
     TORCH_CHECK_VALUE(is_laid_out_as(memory, row.param) && memory.device() == device,
-                      "the scratch memory of ", row.name, " has to be on ", device,
+                      "the scratch memory of ", row.name, " must be on ", device,
                       " and laid out as the parameter");
     core().set(list, index, memory.data_ptr(), dtype_of(memory, row.name));
   }

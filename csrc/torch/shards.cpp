@@ -77,7 +77,8 @@ py::handle gradient_object(Row& row) {
   if (!gradient.defined()) return nullptr;
   const py::handle object = object_behind(gradient);
   TORCH_CHECK_TYPE(is_dtensor(object), "the gradient of ", row.name,
-                   " is no DTensor, as the parameter is. Give it one in the parameter's places, by "
+                   " is not a DTensor, but the parameter is. Make it one with the placements of "
+                   "the parameter, by "
                    "DTensor.from_local or distribute_tensor.");
   // FSDP gives all gradients of a parameter one spec.
   if (const py::handle spec = spec_of(object); !spec.is(row.gradient_spec)) {

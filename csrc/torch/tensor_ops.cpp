@@ -33,7 +33,7 @@ Table make_table(const std::vector<NamedList>& lists) {
   for (const NamedList& list : lists) {
     TORCH_CHECK_VALUE(list.tensors.size() == first.size(), list.name, " holds ",
                       list.tensors.size(), " tensors and ", lists[0].name, " ", first.size(),
-                      "; the lists have to be equally long");
+                      "; the lists must have the same length");
     for (size_t i = 0; i < first.size(); ++i) {
       const at::Tensor& tensor = list.tensors[i];
       TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, item(list, i),
@@ -44,7 +44,7 @@ Table make_table(const std::vector<NamedList>& lists) {
                         "; call once per device");
       TORCH_CHECK_VALUE(is_dense(tensor), item(list, i), " of shape ", tensor.sizes(),
                         " and strides ", tensor.strides(),
-                        " has gaps or overlaps; pass a contiguous copy");
+                        " has gaps or overlaps in memory; pass a contiguous copy");
       TORCH_CHECK_VALUE(
           tensor.sizes() == first[i].sizes() && tensor.strides() == first[i].strides(),
           item(list, i), " has shape ", tensor.sizes(), " and strides ", tensor.strides(), ", ",
@@ -90,7 +90,7 @@ void scale(const TensorList& src, const TensorList& dst, double factor,
 void axpby(const TensorList& x, const TensorList& y, const TensorList& out, double a, double b,
            const std::optional<at::Tensor>& found_inf, int64_t check) {
   TORCH_CHECK_VALUE(check >= -1 && check <= 1, "check is ", check,
-                    "; it is -1 (x and y), 0 (x) or 1 (y)");
+                    "; it must be -1 (x and y), 0 (x) or 1 (y)");
   constexpr unsigned kX = bit(kSource), kY = bit(kSource2);
   const MapOp op = check == 0   ? MapOp::of<AxpbyOp<kX>>()
                    : check == 1 ? MapOp::of<AxpbyOp<kY>>()
@@ -308,7 +308,7 @@ struct Quantized {
       : codes(lists.at(0)), scales(lists.at(1)) {
     TORCH_CHECK_INDEX(0 <= state && state < kMaxStates, "state ", state, " of ", kMaxStates);
     const StorageInfo& found = storage_of(storage);
-    TORCH_CHECK_VALUE(found.block > 0, storage, " has no codes; copy the state");
+    TORCH_CHECK_VALUE(found.block > 0, storage, " is not quantized in blocks; copy the state");
     const unsigned unsigned_states = info(algorithm_of(algorithm)).unsigned_states;
     type = found.type(unsigned_states & bit(kState0 + int(state)));
   }

@@ -69,13 +69,13 @@ template <class T>
 T* pointer_to(const at::Tensor& tensor, const char* what, int64_t count, at::Device device) {
   constexpr at::ScalarType dtype = c10::CppTypeToScalarType<T>::value;
   TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, what, " is ", tensor.scalar_type(),
-                   "; it has to be a ", dtype, " tensor");
-  TORCH_CHECK_VALUE(tensor.numel() >= count, what, " has ", tensor.numel(),
-                    " elements; it has to hold ", count);
+                   "; it must be a ", dtype, " tensor");
+  TORCH_CHECK_VALUE(tensor.numel() >= count, what, " has ", tensor.numel(), " elements; it needs ",
+                    count);
   TORCH_CHECK_VALUE(tensor.device() == device, what, " is on ", tensor.device(),
-                    " and the tensors on ", device, "; it has to be where they are");
+                    " and the tensors are on ", device, "; move it there");
   TORCH_CHECK_VALUE(count <= 1 || tensor.is_contiguous(), what,
-                    " has gaps in memory; it has to be contiguous");
+                    " has gaps in memory; it must be contiguous");
   return tensor.data_ptr<T>();
 }
 

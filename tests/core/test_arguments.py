@@ -68,7 +68,7 @@ STATE, CODES = torch.zeros(5), torch.zeros(5, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("states", "storage", "average", "said"),
     [
-        ([[STATE], [torch.zeros(4)]], "fp32", None, "state 1 of a has to be on cpu and laid out"),
+        ([[STATE], [torch.zeros(4)]], "fp32", None, "state 1 of a must be on cpu and laid out"),
         ([[STATE.double()]], "fp32", None, "state 0 of a is Double; in fp32 it is Float"),
         ([[STATE], [STATE.int()]], "fp32", None, "state 1 of a is Int; in fp32 it is Float"),
         ([[STATE]], "bf16", None, "state 0 of a is Float; in bf16 it is BFloat16"),
@@ -97,7 +97,7 @@ def test_states_that_do_not_fit_change_nothing(table, states, storage, average, 
     [
         (0, torch.zeros(1, dtype=torch.int32), "counts has 1 elements"),
         (0, torch.zeros(100), "counts is Float"),
-        (1, torch.zeros(3), "norms has 3 elements; it has to hold 4"),
+        (1, torch.zeros(3), "norms has 3 elements; it needs 4"),
         (1, torch.zeros(8)[::2], "norms has gaps"),
         (1, torch.zeros(4, device="meta"), "norms is on meta"),
         (2, torch.zeros(8, dtype=torch.uint8), "changed has 8 elements"),

@@ -108,7 +108,7 @@ def test_names_and_what_they_compute(curve):
     torch.testing.assert_close(gated_act(x, up, curve), CURVES[curve](x) * up)
     torch.testing.assert_close(bias_act(x), F.gelu(x))
     torch.testing.assert_close(gated_act(x, up), F.silu(x) * up)
-    with pytest.raises(ValueError, match='"relu"; it has to be "gelu", "gelu_tanh" or "silu"'):
+    with pytest.raises(ValueError, match='"relu"; it must be "gelu", "gelu_tanh" or "silu"'):
         bias_act(x, activation="relu")
 
 

@@ -177,7 +177,7 @@ def gradients_of_other_kinds():
             optimizer.step()
     assert_same(*optimizers)
     shard.grad = torch.ones(12, 4)
-    with pytest.raises(TypeError, match="gradient of s is no DTensor"):
+    with pytest.raises(TypeError, match="gradient of s is not a DTensor"):
         optimizers[1].step()
     compare("the parameter", whole.detach(), shard.detach())
 

@@ -190,7 +190,7 @@ def test_empty_lists_are_accepted_and_have_norm_zero():
 
 ones, ON_META = torch.ones(4), torch.ones(4, device="meta")
 WRONG = {
-    "lengths": ([ones, ones], [ones], ValueError, "equally long"),
+    "lengths": ([ones, ones], [ones], ValueError, "must have the same length"),
     "shapes": ([ones], [torch.ones(5)], ValueError, r"dst\[0\] has shape \[5\]"),
     "strides": ([torch.ones(2, 3)], [torch.ones(3, 2).t()], ValueError, "have to match"),
     "float64": ([ones, ones.double()], [ones, ones], TypeError, r"src\[1\] is Double"),

@@ -17,8 +17,8 @@ template <class Run>
 void with_curve(c10::string_view name, const Run& run) {
   if (name == Gelu::kName) return run(Gelu());
   if (name == GeluTanh::kName) return run(GeluTanh());
-  TORCH_CHECK_VALUE(name == Silu::kName, "activation is \"", name, "\"; it has to be \"",
-                    Gelu::kName, "\", \"", GeluTanh::kName, "\" or \"", Silu::kName, "\"");
+  TORCH_CHECK_VALUE(name == Silu::kName, "activation is \"", name, "\"; it must be \"", Gelu::kName,
+                    "\", \"", GeluTanh::kName, "\" or \"", Silu::kName, "\"");
   run(Silu());
 }
 

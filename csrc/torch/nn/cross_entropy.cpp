@@ -26,7 +26,7 @@ Tensor of_rows(const Tensor& logits, int64_t each) {
 NnArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
                const Tensor& weight_sum, int64_t ignore_index, double label_smoothing) {
   TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_contiguous(),
-                    "logits have to be a contiguous matrix; they have shape ", logits.sizes(),
+                    "logits must be a contiguous matrix, got shape ", logits.sizes(),
                     " and strides ", logits.strides());
   NnArgs args;
   args.image = {logits.size(0), logits.size(1), dtype_of(logits, "logits")};
@@ -68,8 +68,8 @@ std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& target,
     for (int64_t row = 0; row < args.image.rows; ++row) {
       const int64_t t = args.targets[row];
       TORCH_CHECK_INDEX(t == ignore_index || (t >= 0 && t < args.image.channels), "target ", t,
-                        " is none of ", args.image.channels, " classes, and not ignore_index, ",
-                        ignore_index);
+                        " is out of range for ", args.image.channels,
+                        " classes and is not ignore_index, ", ignore_index);
     }
   }
   args.vectors[Op::kLoss] = losses.data_ptr<float>();

@@ -92,8 +92,8 @@ class PassArgs {
       : x_(x), format_(format) {
     TORCH_CHECK_VALUE(x.is_contiguous(format),
                       format == kChannelsLast
-                          ? "x has to be a dense tensor (N, C, H, W) in torch.channels_last"
-                          : "x has to be contiguous",
+                          ? "x must be a dense tensor (N, C, H, W) in torch.channels_last"
+                          : "x must be contiguous",
                       "; it has shape ", x.sizes(), " and strides ", x.strides());
     args_.image = {x.numel() / columns, columns, dtype_of(x, "x")};
   }
@@ -102,7 +102,7 @@ class PassArgs {
     TORCH_CHECK_VALUE(
         tensor.sizes() == x_.sizes() && tensor.is_contiguous(format_) &&
             tensor.scalar_type() == x_.scalar_type() && tensor.device() == x_.device(),
-        name, " has to be like x, ", x_.scalar_type(), " of shape ", x_.sizes(), " in ", format_,
+        name, " must match x, ", x_.scalar_type(), " of shape ", x_.sizes(), " in ", format_,
         " memory on ", x_.device(), "; it is ", tensor.scalar_type(), " of shape ", tensor.sizes(),
         " with strides ", tensor.strides(), " on ", tensor.device());
     args_.images[place] = const_cast<void*>(tensor.const_data_ptr());
@@ -140,7 +140,7 @@ class PassArgs {
     if (mask.numel() == 0) return *this;
     TORCH_CHECK_VALUE(mask.scalar_type() == at::kByte && mask.is_contiguous() &&
                           mask.numel() == args_.image.rows * args_.image.mask_bytes(),
-                      "mask has to be what the forward pass returned for x");
+                      "mask must be what the forward pass returned for x");
     args_.mask = mask.data_ptr<uint8_t>();
     return *this;
   }
@@ -166,8 +166,8 @@ class PassArgs {
   void* of_columns(const OptionalTensor& tensor, const char* name) {
     if (!given(tensor) || tensor->numel() == 0) return nullptr;
     TORCH_CHECK_VALUE(tensor->is_contiguous() && tensor->numel() == args_.image.channels, name,
-                      " has to hold a contiguous value for each of ", args_.image.channels,
-                      " columns; it has shape ", tensor->sizes());
+                      " must hold a contiguous value for each of ", args_.image.channels,
+                      " columns, got shape ", tensor->sizes());
     args_.affine.dtype = dtype_of(*tensor, name);
     return const_cast<void*>(tensor->const_data_ptr());
   }
