@@ -51,12 +51,12 @@ def _forward_without_packing(cls: Any) -> Callable[..., Any] | None:
         return None
     place = names.index("position_ids")
 
-    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = (self, *args)[place] if place <= len(args) else kwargs.get("position_ids")
         return (whole if given is None else original)(self, *args, **kwargs)
 
-    return forward
+    forward.__code__ = forward.__code__.replace()  # torch.compile counts compilations by it
+    return functools.update_wrapper(forward, original)
 
 
 def _called_without_positions(make_mask: Callable[..., Any]) -> Callable[..., Any]:
