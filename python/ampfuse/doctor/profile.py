@@ -170,7 +170,7 @@ class Profile:
         for event in self.device or own:
             if not begin <= event.start < end:
                 continue
-            took = event.self_us
+            took = max(event.self_us - max(event.end - end, 0.0), 0.0)
             detail = f"{event.precision or 'integers'}, {event.units}"
             self.times[event.kind, detail if event.kind == "matrix" else ""] += took
             if event.kind not in ("host", "data") and event.name != STEP:
