@@ -244,9 +244,9 @@ class GraphedStep:
                 self._call.capture(*tensors)
                 if self._attentions != eager:
                     warnings.warn(
-                        f"The captured step computes attention by {_counted(self._attentions)}, and "
-                        f"eager ones by {_counted(eager)}. Models of transformers do so that build "
-                        "a mask while they are captured: ampfuse.nn.fuse(model) has them build none.",
+                        f"The captured step computes attention by {_counted(self._attentions)}, "
+                        f"and eager ones by {_counted(eager)}. Models of transformers that build a "
+                        "mask during a capture do that; after ampfuse.nn.fuse(model) they do not.",
                         stacklevel=3,
                     )
         finally:
