@@ -46,6 +46,9 @@ _TRIES, _CLEAN = (
 )  # steps in which the loss scale comes down from 2**16: so many are not skipped
 
 
+_ORIGINAL = "loss_function(model, batch) has to use the model it is handed, a copy."
+
+
 @dataclass(frozen=True)
 class Row:
     """What one level did.
@@ -141,7 +144,6 @@ def advise(
     task = _Task(eager_module(model), optimizer, loss_function)
     with _untouched(task):
         task.take(batch)
-        task.try_out()
         others = [level for level in levels if level != "O0"]
         run = functools.partial(task.run, seconds=seconds / (1 + len(others) + seeds))
         reference = run("O0", steps)
@@ -194,32 +196,9 @@ class _Task:
         if not self.batches:
             raise ValueError("There is no batch in what was given as batch.")
 
-    def try_out(self) -> None:
-        """One step of a copy at O0: mistakes in what the user gave are raised as they are."""
-        mistake = (
-            "loss_function(model, batch) has to use the model it is handed, a copy; this one uses "
-            "the original, which is not to be touched."
-        )
-
-        def refuse(model: nn.Module, args: Any) -> None:
-            raise ValueError(mistake)
-
-        try:
-            copy.deepcopy((self.model, self._optimizer))
-        except Exception as error:  # of whatever __deepcopy__ raises
-            said = f"Model and optimizer cannot be copied (copy.deepcopy): {error}"
-            raise ValueError(said) from error
-        model, _, step = self._start("O0")
-        hook = self.model.register_forward_pre_hook(refuse)
-        try:
-            step(self.batches[0], functools.partial(inputs.call, self._loss_function))
-        finally:
-            hook.remove()
-        if all(parameter.grad is None for parameter in model.parameters()):
-            raise ValueError(mistake.replace("this one uses", "its weights got no gradient. Is it"))
-
     def run(self, level: str, steps: int, *, seconds: float, seed: int = 0) -> Row:
-        """Train a copy for `steps`, or as many as `seconds` allow, at least 5. Raises nothing.
+        """Train a copy for `steps`, or as many as `seconds` allow, at least 5. At O0 mistakes in
+        what the user gave are raised as they are; otherwise nothing is.
 
         With another `seed` than 0 the batches come in another order, and the weights start next to
         the user's, by as much as rounding them to BF16 could take them.
@@ -233,6 +212,8 @@ class _Task:
                     return Row(level, objection=overflows)
                 return self._run(level, steps, end, scale, seed)
         except Exception as error:
+            if level == "O0":
+                raise
             # Its first line alone: the error itself would keep the copies in memory.
             first_line = (str(error).splitlines() or [""])[0]
             return Row(level, objection=f"{type(error).__name__}: {first_line}".rstrip(": "))
@@ -264,11 +245,13 @@ class _Task:
     def _settled_scale(self, level: str) -> float | None:
         """Where a dynamic loss scale comes down to; None if it finds none. Kernels are chosen."""
         _seed(0)
-        _, optimizer, step = self._start(level)
+        model, optimizer, step = self._start(level)
         clean = 0
         for batch in itertools.islice(itertools.cycle(self.batches), _TRIES):
             skipped = _skipped(optimizer)
-            step(batch)
+            step(batch, functools.partial(inputs.call, self._loss_function))
+            if all(parameter.grad is None for parameter in model.parameters()):
+                raise ValueError(f"{_ORIGINAL} Its weights got no gradient.")
             clean = clean + 1 if _skipped(optimizer) == skipped else 0
             if clean == _CLEAN:
                 return sessions.of_optimizers([optimizer]).loss_scalers[0].loss_scale()
@@ -310,8 +293,14 @@ def _seed(seed: int) -> None:
 def _untouched(task: _Task) -> Iterator[None]:
     """Around trainings: what they change of the process and of the user's objects is put back."""
     gradients = [(parameter, parameter.grad) for parameter in task.model.parameters()]
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if module is task.model:  # copies have the hook, too
+            raise ValueError(f"{_ORIGINAL} This one uses the original, which is not to be touched.")
+
     for parameter, _ in gradients:  # a loss function that uses the original adds to none of its own
         parameter.grad = None
+    hook = task.model.register_forward_pre_hook(refuse)
     try:
         with (
             inputs.same_random_numbers(),
@@ -324,6 +313,7 @@ def _untouched(task: _Task) -> Iterator[None]:
         ):
             yield
     finally:
+        hook.remove()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         ProcessMemory(task.device).release()

@@ -1,9 +1,4 @@
-"""A profile of torch's: its events, the kind of work that each does, and the time of each kind.
-
-It is read as torch exports it for Chrome's viewer, a format that torch documents: shapes, strides
-and types of inputs, and on a GPU the kernels with the operations that launched them. Times are in
-microseconds.
-"""
+"""A profile that torch exported for Chrome's viewer: times by kinds of work, in microseconds."""
 
 from __future__ import annotations
 
@@ -233,9 +228,17 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
 
 def _by_name(event: Event) -> str:
     """The kind that the name alone says; "host" where it says nothing, as for autograd's nodes."""
-    if event.name == "aten::copy_":
-        return _kind_of_copy(event)
-    return next((kind for kind, names in _NAMES if names.fullmatch(event.name)), "host")
+    if event.name != "aten::copy_":
+        return next((kind for kind, names in _NAMES if names.fullmatch(event.name)), "host")
+    if len(event.types) > 1 and event.types[0] != event.types[1]:
+        return "cast"
+    if len(event.strides) > 1 and event.dims[0] == event.dims[1]:
+        pairs = (zip(event.strides[i], event.dims[i], strict=True) for i in (0, 1))
+        target, source = ([stride for stride, dim in pair if dim > 1] for pair in pairs)
+        # Strides of 0 are an expansion (of a bias, say), which is no transposition.
+        if target != source and 0 not in source:
+            return "layout"
+    return "memory"
 
 
 def _kind(event: Event) -> str:
@@ -262,16 +265,3 @@ def _kind_on_device(event: Event) -> str:
     if kind in ("host", "sync"):
         return "matrix" if _MATRIX_KERNEL.search(event.name) else "memory"
     return kind
-
-
-def _kind_of_copy(event: Event) -> str:
-    """A copy to another dtype, to another order in memory, or a plain one."""
-    if len(event.types) > 1 and event.types[0] != event.types[1]:
-        return "cast"
-    if len(event.strides) > 1 and event.dims[0] == event.dims[1]:
-        pairs = (zip(event.strides[i], event.dims[i], strict=True) for i in (0, 1))
-        target, source = ([stride for stride, dim in pair if dim > 1] for pair in pairs)
-        # Strides of 0 are an expansion (of a bias, say), which is no transposition.
-        if target != source and 0 not in source:
-            return "layout"
-    return "memory"

@@ -52,18 +52,10 @@ class Share(NamedTuple):
 class Report:
     """The doctor's findings. Times are of one step without the profiler, in milliseconds.
 
-    Attributes:
-        script: what was run, on `device`, by optimizers of the types `optimizers`.
-        problem: why there are no findings, in one line; None if there are.
-        steps: how many were timed, and profiled after that.
-        step_ms: mean of the timed steps; `fastest_ms` and `slowest_ms` are their range.
-        profiled_ms: mean of the profiled ones, which the profiler slows.
-        shares: where the time goes, by kinds of work; they sum up to `step_ms`.
-        operations: those that take most, first.
-        waits: the program's lines at which a step waits for the device, or would wait for a GPU.
-        attention: which kernel computes it, and what each that there is takes; "" if none.
-        advice: what would pay, in the order of gain.
-        workers: whether the DataLoader has some; None if there is no DataLoader.
+    `problem` says in a line why there are none. Of `steps` timed steps `step_ms` is the mean, of as
+    many profiled ones `profiled_ms`. `shares` say where the time goes and sum up to
+    `step_ms`, `operations` which take most, `waits` which lines of the program wait for the device
+    (or would, for a GPU), `attention` what computes it and how fast, and `advice` what would pay.
     """
 
     script: str = ""
@@ -80,7 +72,6 @@ class Report:
     attention: str = ""
     advice: list[Finding] = field(default_factory=list)
     optimizers: Collection[type[Optimizer]] = ()
-    workers: bool | None = None
 
     def share_of(self, *kinds: str) -> float:
         """The share of the step, 0 to 1, of all work of `kinds`."""
@@ -207,8 +198,6 @@ def fill(report: Report, watch: Watch) -> None:
     report.fastest_ms, report.slowest_ms = min(times), max(times)
     report.profiled_ms = profile.duration / len(profile.steps) / 1e3
     report.device, report.optimizers, report.waits = watch.device, watch.optimizers, watch.lines()
-    loaders = {e.name for e in profile.host if e.name.startswith("enumerate(DataLoader)")}
-    report.workers = any("MultiProcessing" in name for name in loaders) if loaders else None
     report.operations = profile.operations
     for op in report.operations:
         op.ms *= report.step_ms / report.profiled_ms
@@ -226,8 +215,8 @@ def fill(report: Report, watch: Watch) -> None:
 class Rule(NamedTuple):
     """What to do, how, when it applies, and the kinds of work of which it saves `part`.
 
-    Of the whole a gain is "at most", as if nothing came in its place; of a part it is "about", and
-    only what is not in half precision counts. No gain is promised without `kinds`.
+    Of the whole a gain is "at most", as if nothing came in its place; of a part it is "about". Of
+    matrix work and its like counts what is not in half precision.
     """
 
     what: str
@@ -241,12 +230,10 @@ def _half_pays(name: str) -> Callable[[Report], bool]:
     """On a device that computes in it, where matrix work is not in half precision."""
 
     def pays(report: Report) -> bool:
+        half = "BF16" if hardware.cpu_has_bf16() else ""
         if _on_gpu(report):
-            has_bf16 = torch.cuda.get_device_capability(report.device) >= (8, 0)
-            there = has_bf16 == (name == "BF16")
-        else:
-            there = name == "BF16" and hardware.cpu_has_bf16()
-        return there and report.full_ms("matrix") > 0.1 * report.step_ms
+            half = "BF16" if torch.cuda.get_device_capability(report.device) >= (8, 0) else "FP16"
+        return half == name and report.full_ms("matrix") > 0.1 * report.step_ms
 
     return pays
 
@@ -255,25 +242,14 @@ def _on_gpu(report: Report) -> bool:
     return report.device.type == "cuda"
 
 
-def _has_half_images_with_channels_first(report: Report) -> bool:
-    events = [op.event for op in report.operations if "conv" in op.event.name]
-    half = (event for event in events if event.precision in HALVES and len(event.dims[0]) == 4)
-    return any(event.dims[0][1] > 1 and event.strides[0][1] != 1 for event in half)
-
-
 # fmt: off
 RULES = (
-    Rule("load data in the background", "DataLoader(num_workers=..., persistent_workers=True): one "
-         "for each core, more if they wait for files", lambda report: not report.workers,
-         ("data",)),
-    Rule("faster loading", "more num_workers, if there are cores or they wait for files; cheaper "
-         "transforms", lambda report: bool(report.workers), ("data",)),
+    Rule("faster loading", "DataLoader(num_workers=..., persistent_workers=True): one for each "
+         "core, more if they wait for files; cheaper transforms", lambda report: True, ("data",)),
     # Half as many bytes; units for half precision gain more, and small products less.
     *(Rule(f"{name} ({level})", "model, optimizer = amp.initialize(model, optimizer, "
            f'opt_level="{level}")', _half_pays(name), ("matrix", "memory", "norm"), 0.5)
       for name, level in (("BF16", "O5"), ("FP16", "O2"))),
-    Rule("channels_last", "model.to(memory_format=torch.channels_last), and the images too: in "
-         "half precision convolutions are made for it", _has_half_images_with_channels_first, ()),
     Rule("fused optimizer", "the one of the same name in ampfuse.optim, or opt_level O0: one pass "
          "over all parameters", lambda report: not FUSED.keys().isdisjoint(report.optimizers),
          ("optimizer",), 0.5),
@@ -287,8 +263,9 @@ RULES = (
     Rule("fewer casts", "keep tensors in one type from the model's input to its output; O2 and O5 "
          "keep weights in half, where autocast casts them in every step",
          lambda report: True, ("cast",)),
-    Rule("fewer transpositions", "keep images in one memory format, call .contiguous() once and "
-         "not in each step", lambda report: True, ("layout",)),
+    Rule("fewer transpositions", "keep images in one memory format (in half precision "
+         "channels_last), call .contiguous() once and not in each step",
+         lambda report: True, ("layout",)),
 )
 # fmt: on
 
@@ -297,14 +274,10 @@ def find(report: Report) -> list[Finding]:
     """What pays by the `RULES`."""
     found = []
     for what, remedy, applies, kinds, part in RULES:
-        if not applies(report):
-            continue
         half = "matrix" in kinds
         ms = report.full_ms(*kinds) if half else report.share_of(*kinds) * report.step_ms
         gain, basis = report.gain_of(part * ms), "at most" if part == 1 else "about"
-        if not kinds:
-            found.append(Finding(what, remedy, found="not estimated"))
-        elif gain >= LEAST_GAIN:
+        if gain >= LEAST_GAIN and applies(report):
             found.append(Finding(what, remedy, found=f"{basis} {gain:.2f}x", gain=gain))
     return found
 

@@ -66,18 +66,12 @@ class Waits(TorchDispatchMode):
 
 @dataclass
 class Watch:
-    """A context that watches what is trained in it.
+    """A context that watches what is trained in it, by this process.
 
     A step is one call of ``step`` of the optimizer that is the first to make `warmup` steps. After
     these, `steps` are timed with nothing else going on, then as many are profiled, and in one more
-    calls that wait are looked for. Other processes than this one are left alone.
-
-    Attributes:
-        stop: raise Finished after the last of them.
-        seconds: of each timed step.
-        device: a GPU if the chosen optimizer has parameters on one, else the CPU.
-        optimizers: the types of those that stepped since then.
-        profiler: once the profile has begun. It is complete after the context.
+    lines that wait are looked for; then `stop` raises Finished. `seconds` are those of each timed
+    step, `optimizers` the types of all that stepped since then.
     """
 
     warmup: int
@@ -176,7 +170,7 @@ class Watch:
         self.done = True
 
     def lines(self) -> list[str]:
-        """The program's lines that wait, in a step, and on what."""
+        """Those of the program that wait, and on what."""
         return [
             f"{file}:{line}: {linecache.getline(file, line).strip()}  ({count} x {name})"
             for (file, line, name), count in self.waits.calls.most_common()
