@@ -212,20 +212,6 @@ def fill(report: Report, watch: Watch) -> None:
 # --- what would pay -------------------------------------------------------------------------------
 
 
-class Rule(NamedTuple):
-    """What to do, how, when it applies, and the kinds of work of which it saves `part`.
-
-    Of the whole a gain is "at most", as if nothing came in its place; of a part it is "about". Of
-    matrix work and its like counts what is not in half precision.
-    """
-
-    what: str
-    remedy: str
-    when: Callable[[Report], bool]
-    kinds: tuple[str, ...]
-    part: float = 1.0
-
-
 def _half_pays(name: str) -> Callable[[Report], bool]:
     """On a device that computes in it, where matrix work is not in half precision."""
 
@@ -243,29 +229,34 @@ def _on_gpu(report: Report) -> bool:
 
 
 # fmt: off
-RULES = (
-    Rule("faster loading", "DataLoader(num_workers=..., persistent_workers=True): one for each "
-         "core, more if they wait for files; cheaper transforms", lambda report: True, ("data",)),
+# What to do, how, when it applies, and the kinds of work of which it saves a part. Of the whole a
+# gain is "at most", as if nothing came in its place; of half, "about". Of matrix work and its like
+# counts what is not in half precision.
+RULES: tuple[tuple[str, str, Callable[[Report], bool], tuple[str, ...], float], ...] = (
+    ("faster loading", "DataLoader(num_workers=..., persistent_workers=True): one for each "
+     "core, more if they wait for files; cheaper transforms",
+     lambda report: True, ("data",), 1.0),
     # Half as many bytes; units for half precision gain more, and small products less.
-    *(Rule(f"{name} ({level})", "model, optimizer = amp.initialize(model, optimizer, "
-           f'opt_level="{level}")', _half_pays(name), ("matrix", "memory", "norm"), 0.5)
+    *((f"{name} ({level})", "model, optimizer = amp.initialize(model, optimizer, "
+       f'opt_level="{level}")', _half_pays(name), ("matrix", "memory", "norm"), 0.5)
       for name, level in (("BF16", "O5"), ("FP16", "O2"))),
-    Rule("fused optimizer", "the one of the same name in ampfuse.optim, or opt_level O0: one pass "
-         "over all parameters", lambda report: not FUSED.keys().isdisjoint(report.optimizers),
-         ("optimizer",), 0.5),
-    Rule("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
-         "optimizer, batch): a CUDA graph; before that, take out what waits", _on_gpu, ("host",)),
-    Rule("less Python, fewer and larger operations", "move loading (into a DataLoader), logging "
-         "and files out of the step; larger batches; torch.compile(model)",
-         lambda report: not _on_gpu(report), ("host", "python")),
-    Rule("less communication", "overlap it with the backward pass (DistributedDataParallel), or "
-         "send half precision", lambda report: True, ("communication",)),
-    Rule("fewer casts", "keep tensors in one type from the model's input to its output; O2 and O5 "
-         "keep weights in half, where autocast casts them in every step",
-         lambda report: True, ("cast",)),
-    Rule("fewer transpositions", "keep images in one memory format (in half precision "
-         "channels_last), call .contiguous() once and not in each step",
-         lambda report: True, ("layout",)),
+    ("fused optimizer", "the one of the same name in ampfuse.optim, or opt_level O0: one pass "
+     "over all parameters", lambda report: not FUSED.keys().isdisjoint(report.optimizers),
+     ("optimizer",), 0.5),
+    ("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
+     "optimizer, batch): a CUDA graph; before that, take out what waits",
+     _on_gpu, ("host",), 1.0),
+    ("less Python, fewer and larger operations", "move loading (into a DataLoader), logging "
+     "and files out of the step; larger batches; torch.compile(model)",
+     lambda report: not _on_gpu(report), ("host", "python"), 1.0),
+    ("less communication", "overlap it with the backward pass (DistributedDataParallel), or "
+     "send half precision", lambda report: True, ("communication",), 1.0),
+    ("fewer casts", "keep tensors in one type from the model's input to its output; O2 and O5 "
+     "keep weights in half, where autocast casts them in every step",
+     lambda report: True, ("cast",), 1.0),
+    ("fewer transpositions", "keep images in one memory format (in half precision "
+     "channels_last), call .contiguous() once and not in each step",
+     lambda report: True, ("layout",), 1.0),
 )
 # fmt: on
 
