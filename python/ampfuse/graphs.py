@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -238,7 +240,15 @@ class GraphedStep:
                 with self._captured.rehearsal():
                     for _ in range(EAGER_CALLS):
                         self._call(*tensors)
+                eager = self._attentions
                 self._call.capture(*tensors)
+                if self._attentions != eager:
+                    warnings.warn(
+                        f"The captured step computes attention by {_counted(self._attentions)}, "
+                        f"and eager ones by {_counted(eager)}. Models of transformers that build a "
+                        "mask during a capture do that; after ampfuse.nn.fuse(model) they do not.",
+                        stacklevel=3,
+                    )
         finally:
             self._drop_gradients()
         self._fixed = self._as_captured()
@@ -272,6 +282,7 @@ class GraphedStep:
         self._drop_gradients()
         with torch.enable_grad():
             loss = self._loss_fn(_apply(self._model, inputs), *targets)
+            self._attentions = _attentions(loss)
             if self._session is not None:
                 with scale_loss(loss, optimizer) as scaled_loss:
                     scaled_loss.backward()
@@ -319,6 +330,21 @@ class GraphedStep:
         found["the model's train or eval mode"] = self._model.training
         found |= {f"optimizer.{name}": getattr(self._optimizer, name) for name in RULES}
         return found
+
+
+def _attentions(loss: Tensor) -> Counter[str]:
+    """How many kernels of which fused attention `loss` comes from, by their nodes in autograd."""
+    found, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            nodes += [after for after, _ in node.next_functions]
+    return Counter(node.name() for node in found if "Attention" in node.name())
+
+
+def _counted(attentions: Counter[str]) -> str:
+    return ", ".join(f"{n} x {name}" for name, n in attentions.items()) or "no fused kernel"
 
 
 def _apply(model: nn.Module, inputs: Any) -> Any:

@@ -16,10 +16,9 @@ from ampfuse import amp
 from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
 from ampfuse.doctor import levels
-from ampfuse.doctor.trainings import Row
+from ampfuse.doctor.levels import Row
 from cases import LEVELS, assert_same
 
-CPU = torch.device("cpu")
 QUICK = {"seconds": 100.0, "steps": 16, "seeds": 1}
 
 
@@ -90,7 +89,7 @@ def test_nothing_of_the_users_changes():
         assert process() == before
     assert_same(values(), values_before)
     assert [row.level for row in advice.rows] == list(LEVELS)
-    assert not any(row.failure for row in advice.rows)
+    assert all(row.losses for row in advice.rows)
     out = other(torch.ones(1, 2))
     assert torch.equal(out, out.bfloat16())  # at its level still
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)  # installs what was waiting
@@ -110,8 +109,7 @@ def test_every_level_trains_from_the_users_weights_as_a_loop_would():
     for row in advice.rows:
         assert row.losses == pytest.approx(expected, rel=1e-6 if row.level == "O0" else 0.02)
         assert len(row.milliseconds) >= len(row.losses)
-        assert row.memory_mib > 0
-    assert row_of(advice, "O0").deviation == 0 < row_of(advice, "O0").spread
+    assert row_of(advice, "O0").deviation == 0 < row_of(advice, "O0").allowed
 
 
 class Around(nn.Module):
@@ -130,10 +128,10 @@ def test_fp16_that_always_overflows_is_objected_to():
     model = Around(lambda layer, x: layer(x * 1e4) * 1e4 * 1e-9)
     advice = amp.advise(*training(model, lr=1e-6), **QUICK)
     for level in ("O1", "O2"):
-        assert "overflow at every loss scale" in row_of(advice, level).failure
+        assert "overflow at every loss scale" in row_of(advice, level).objection
     assert "not finite" in row_of(advice, "O3").objection
     for level in ("O4", "O5"):
-        assert row_of(advice, level).failure is None
+        assert row_of(advice, level).losses
     assert advice.level in ("O0", "O4", "O5")
 
 
@@ -143,12 +141,10 @@ def test_o3_that_stands_still_is_objected_to():
     advice = amp.advise(model, loss_function, batch, optimizer, levels=tried, **QUICK)
     row = row_of(advice, "O3")
     assert set(row.stale) >= {"0.weight", "2.weight"}
-    assert row.stale_share > 0.99
     assert "stands still" in row.objection
-    assert row_of(advice, "O5").stale_share is None  # its masters keep what rounds away
+    assert row_of(advice, "O5").stale == ()  # its masters keep what rounds away
     moving = amp.advise(*training(lr=0.1), levels=["O3"], **QUICK)
     assert row_of(moving, "O3").stale == ()
-    assert row_of(moving, "O3").stale_share < 0.5
 
 
 def test_a_loss_that_half_precision_changes_is_objected_to():
@@ -156,7 +152,7 @@ def test_a_loss_that_half_precision_changes_is_objected_to():
     model = Around(lambda layer, x: layer(x) + 100 - 100)
     advice = amp.advise(*training(model), levels=("O4", "O5"), **QUICK)
     for row in advice.rows[1:]:
-        assert row.deviation > row.allowed >= row.spread > 0
+        assert row.deviation > row.allowed > 0
         assert row.objection == "the loss deviates from that of FP32"
     assert advice.level == "O0"
 
@@ -170,9 +166,9 @@ def wide_only(layer, x):
 
 def test_a_level_that_raises_is_part_of_the_advice():
     advice = amp.advise(*training(Around(wide_only)), levels=("O4", "O5"), **QUICK)
-    assert row_of(advice, "O5").failure == "OutOfMemoryError: no kernel"
+    assert row_of(advice, "O5").objection == "OutOfMemoryError: no kernel"
     assert row_of(advice, "O5").losses == ()
-    assert row_of(advice, "O4").failure is None
+    assert row_of(advice, "O4").losses
     assert "OutOfMemoryError: no kernel" in str(advice)
     assert [row.level for row in advice.rows] == ["O0", "O4", "O5"]
 
@@ -181,7 +177,7 @@ def test_a_level_that_raises_is_part_of_the_advice():
 
 
 def row(level, time=10.0, loss=1.0, **more):
-    return Row(level, (3.0,) * 8 + (loss,) * 8, (time,) * 16, 10.0, **more)
+    return Row(level, (3.0,) * 8 + (loss,) * 8, (time,) * 16, **more)
 
 
 def flat(level, loss):
@@ -192,7 +188,7 @@ SEEDS = [row("O0", loss=1.2)]  # so the spread is 0.2
 
 
 def conclude(*rows):
-    return levels.conclude([row("O0"), *rows], SEEDS, 1, CPU)
+    return levels.conclude([row("O0"), *rows], SEEDS, 1, "a CPU")
 
 
 @pytest.mark.parametrize(
@@ -205,26 +201,25 @@ def conclude(*rows):
         ([row("O4", 5.0), row("O2", 4.0, loss=1.19)], "O2"),
         ([row("O4", 5.0), row("O2", 4.0, loss=math.nan)], "O4"),
         ([row("O4", 5.0), row("O2", 4.0, skipped=1)], "O4"),
-        ([row("O4", 5.0), row("O3", 4.0, stale=("w",), stale_share=1.0)], "O4"),
-        ([row("O4", 5.0), Row("O2", failure="no kernel")], "O4"),
+        ([row("O4", 5.0), row("O3", 4.0, stale=("w",))], "O4"),
+        ([row("O4", 5.0), Row("O2", objection="no kernel")], "O4"),
         ([row("O4", 9.6), row("O2", 12.0)], "O0"),
-        ([Row("O2", failure="no kernel")], "O0"),
+        ([Row("O2", objection="no kernel")], "O0"),
         ([], "O0"),
     ],
 )
 def test_the_fastest_without_objection_is_recommended(rows, level):
     advice = conclude(*rows)
     assert advice.level == level
-    assert row_of(advice, "O0").spread == pytest.approx(0.2)
+    assert row_of(advice, "O0").allowed == pytest.approx(0.2)  # between seeds
     assert f"Train at {level}: " in str(advice)
 
 
 def test_reasons():
     slow = conclude(row("O4", 9.8), row("O2", 20.0)).reason
-    assert "no faster here (O4, the best of those without an objection: 1.02x)" in slow
+    assert "no faster here (O4: 1.02x)" in slow
     fast = conclude(row("O4", 5.0), row("O5", 5.1), row("O2", 4.0, skipped=8)).reason
     assert "2.00x as fast as FP32" in fast
-    assert "As fast, within 5%: O5." in fast
     assert "O2 is 2.50x as fast, but: overflows: 8 of 16 steps skipped." in fast
 
 
@@ -240,7 +235,7 @@ def test_reasons():
     ],
 )
 def test_what_is_allowed(reference, loss, is_good):
-    advice = levels.conclude([reference, loss], [reference], 1, CPU)
+    advice = levels.conclude([reference, loss], [reference], 1, "a CPU")
     assert (advice.rows[1].objection is None) is is_good
     assert (advice.level == "O4") is is_good
     assert advice.rows[1].allowed == pytest.approx(0.02 if reference == row("O0") else 0.5 / 256)
@@ -294,15 +289,13 @@ def test_a_list_or_dict_is_one_batch(kind):
 def test_optimizers_of_other_kinds_and_frozen_parts():
     for kind in (torch.optim.Adadelta, ampfuse.optim.LAMB, torch.optim.RMSprop):
         advice = amp.advise(*training(Net(), kind), levels=["O3", "O5"], **QUICK)
-        assert not any(row.failure for row in advice.rows)
-    assert row_of(advice, "O3").stale_share is None  # RMSprop's step is its own
+        assert all(row.losses for row in advice.rows)
 
 
 def test_what_torch_compile_made_is_trained_uncompiled():
     """For five steps, however short the budget is."""
     model, *others = training()
     advice = amp.advise(torch.compile(model), *others, seconds=1e-6, levels=["O4"])
-    assert row_of(advice, "O4").failure is None
     assert [len(row.losses) for row in advice.rows] == [5, 5]
 
 
@@ -329,7 +322,7 @@ def test_what_cannot_be_trained_as_a_copy():
     for part, words in ((model, "uses the original"), (model[:], "no gradient")):
         refused(ValueError, words, loss_function=lambda _, b, part=part: error(part, b), **given)
     model[1].secret = Secret()
-    refused(ValueError, "cannot be copied .*: no copies of this", **given)
+    refused(TypeError, "no copies of this", **given)
     del model[1].secret
     amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
     refused(ValueError, "went through amp.initialize already", **given)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import warnings
 from unittest.mock import Mock
 
 import pytest
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import lr_scheduler as lrs
 
 from ampfuse import amp, graphs, optim
@@ -693,6 +696,36 @@ def test_a_failed_making_leaves_no_trace(stand_in):
             make_graphed_step(training.model, loss, training.optimizer, sample("cpu"))
         assert_same_bits(everything(training), before)
     assert_trains_alike(training, training.eager, twin, batches("cpu", 5))
+
+
+class Attends(nn.Module):
+    """Computes attention in the modes of its calls: fused, or from products."""
+
+    def __init__(self, modes):
+        super().__init__()
+        self.mix, self.modes = nn.Linear(8, 8), iter(modes)
+
+    def forward(self, x):
+        y = self.mix(x).view(2, 1, 4, 8)
+        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(backends if next(self.modes) == "fused" else SDPBackend.MATH):
+            return scaled_dot_product_attention(y, y, y).flatten(1)
+
+
+@pytest.mark.parametrize("captured", ["fused", "math"])
+def test_other_attention_in_the_capture_is_warned_of(captured, stand_in):
+    model = Attends(["fused"] * 3 + [captured])
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.randn(2, 4, 8), torch.randn(2, 32))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make_graphed_step(model, nn.functional.mse_loss, optimizer, batch)
+    said = [str(one.message) for one in found if "attention" in str(one.message)]
+    assert len(said) == (captured == "math")
+    assert all(
+        "attention by no fused kernel, and eager ones by 1 x ScaledDotProduct" in one
+        for one in said
+    )
 
 
 # --- what a captured step does not see ------------------------------------------------------------

@@ -409,6 +409,89 @@ def test_the_loss_of_causal_language_models():
     assert not fuse(model).has_loss
 
 
+def waits_and_attentions(call):
+    """What `call` returns, and how often it waits for the device and computes which attention; of
+    the forward passes those with a mask as "mask"."""
+    with profile(record_shapes=True) as profiled:
+        result = call()
+    seen = Counter({"mask": 0})
+    for event in profiled.events():
+        if "_local_scalar_dense" in event.name or "::_scaled_dot_product" in event.name:
+            seen[event.name.removeprefix("aten::")] += 1
+            seen["mask"] += event.name.endswith(FLASH) and bool(event.input_shapes[5])
+    return result, seen
+
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+DECODERS = {"GPT2": "LMHeadModel", "Llama": "ForCausalLM", "Mistral": "ForCausalLM"}
+CAUSAL = SMALL | {"use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
+CAUSAL |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+WORDS = torch.arange(40).view(4, 10) % 50
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "captured"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("GPT2", "LMHeadModel"), ("Llama", "ForCausalLM"), ("Bert", "ForMaskedLM")]
+)
+def test_attention_neither_waits_nor_gets_a_mask(name, kind, way, monkeypatch):
+    """Where transformers does without: ``_local_scalar_dense`` waits."""
+    plain = of_transformers(name, kind, **CAUSAL).eval()
+    model = copy.deepcopy(plain)
+    with torch.no_grad():
+        expected = plain(WORDS).logits
+    assert fuse(model).skips_packing == (name != "Bert")
+    if way == "compiled":
+        torch._dynamo.reset()
+        model.compile(fullgraph=True, backend="aot_eager")
+        model(WORDS)
+    if way == "captured":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    logits, seen = waits_and_attentions(lambda: model(WORDS).logits)
+    assert seen == {FLASH: 2, "mask": 0}
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_steps_at_a_level_do_not_wait(level):
+    model = of_transformers("Llama", "ForCausalLM", **CAUSAL)
+    _, seen = waits_and_attentions(
+        lambda: losses_at(
+            *(level, True, model, partial(torch.optim.AdamW, lr=1e-3), [WORDS]),
+            lambda model, words: model(words, labels=words).loss,
+        )
+    )
+    # One reads the loss.
+    assert seen == {FLASH: 2, f"{FLASH}_backward": 2, "mask": 0, "_local_scalar_dense": 1}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"position_ids": torch.arange(10)[None] % 4},  # three sequences in a row
+        {"position_ids": torch.arange(10)[None]},
+        {"attention_mask": (torch.arange(10) >= torch.arange(4)[:, None]).long()},
+        {"attention_mask": torch.ones(4, 10)},
+        {"use_cache": True},
+        {"is_causal": False},
+    ],
+    ids=["nothing", "packed", "positions", "padding", "ones", "cache", "bidirectional"],
+)
+def test_masks_that_are_needed_are_made(name, given):
+    sliding = {"sliding_window": 4, "num_key_value_heads": 2} if name == "Mistral" else {}
+    plain = of_transformers(name, DECODERS[name], **CAUSAL, **sliding).eval()
+    model = copy.deepcopy(plain)
+    fuse(model, ["masks"])
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(each(WORDS, **given).logits, plain(WORDS, **given).logits)
+    if "cache" in given:
+        written = [m.generate(WORDS[:, :4], max_new_tokens=6) for m in (model, plain)]
+        assert torch.equal(*written)
+    unfuse(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_training_is_as_good_fused(level):

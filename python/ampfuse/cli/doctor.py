@@ -11,6 +11,7 @@ timed, as many under torch's profiler. Then it is stopped (its `finally` and `at
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import runpy
 import sys
@@ -40,33 +41,29 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error(f"there is no file {args.script}")
 
     from ampfuse.doctor.report import Report, fill
-    from ampfuse.doctor.watch import Watch
+    from ampfuse.doctor.watch import Finished, Watch
 
-    process = os.getpid()
+    process, status = os.getpid(), 0
     report, watch = Report(script=args.script), Watch(args.warmup, args.steps, not args.go_on)
-    with watch:
+    with watch, contextlib.suppress(Finished):
         status = _run_script(args)
     if os.getpid() != process:  # the script forked, and this is the child's end
         return status
     sys.stdout.flush()
     if status and not watch.done:
-        problem = f"the script failed by itself after {watch.seen} optimizer steps"
-        print(f"ampfuse doctor: {problem} (exit status {status})", file=sys.stderr)
-        return status
-    fill(report, watch)
-    if int(os.environ.get("RANK", "0")):
-        return status  # of several processes, the first one reports
-    if report.problem:
-        print(f"ampfuse doctor: {report.problem}", file=sys.stderr)
-        return status or 1
-    print(f"\n{report}")
-    return status
+        seen = f"the script failed by itself after {watch.seen} optimizer steps"
+        report.problem = f"{seen} (exit status {status})"
+    else:
+        fill(report, watch)
+    if not int(os.environ.get("RANK", "0")):  # of several processes, the first one reports
+        print(
+            report if report.problem else f"\n{report}", file=sys.stderr if report.problem else None
+        )
+    return status or int(bool(report.problem))
 
 
 def _run_script(args: argparse.Namespace) -> int:
     """Run it as python does; its exit status."""
-    from ampfuse.doctor.watch import Finished
-
     sys.argv = [args.script, *args.args]
     sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.realpath(args.script))
     try:
@@ -74,8 +71,6 @@ def _run_script(args: argparse.Namespace) -> int:
             runpy.run_module(args.script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(args.script, run_name="__main__")
-    except Finished:
-        return 0
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0

@@ -3,9 +3,8 @@
 ``examine``  says where the time goes, and what would pay: ``with examine() as report:``
 ``advise``   trains copies at each level and recommends one
 
-Of ``examine``: ``watch`` times and profiles some steps, ``trace`` reads the profile, ``timeline``
-sums its time by the ``kinds`` of work, ``rules`` say what would pay, and ``report`` has it all. Of
-``advise``: ``trainings`` are the copies, ``levels`` compares them.
+Of ``examine``: ``watch`` times and profiles some steps, ``profile`` sums the time by kinds of work,
+``report`` says what would pay. ``levels`` is ``advise``.
 """
 
 from __future__ import annotations

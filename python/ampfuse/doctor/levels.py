@@ -2,38 +2,105 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import copy
+import functools
 import itertools
 import math
+import random
+import statistics
+import sys
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ampfuse import half_ops
+from ampfuse.amp import function_casts
+from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import eager_module, is_installed
+from ampfuse.amp.initialize import initialize
 from ampfuse.amp.policy import LEVELS
-from ampfuse.amp.session import enabled_of
+from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.devices import device_name
-from ampfuse.doctor import trainings
-from ampfuse.doctor.trainings import Row, Task
-from ampfuse.insight.inputs import LossFunction, check_owned, check_types
+from ampfuse.insight import inputs
 from ampfuse.insight.tables import aligned
+from ampfuse.measuring import ProcessMemory, StepClock
 
 # At equal speed: no loss scale before one, FP32 weights before half ones.
 _PREFERENCE = ("O4", "O5", "O1", "O2", "O3")
 _EQUAL = 1.05  # times nearer than that are the same; a level that gains less does not pay
 _MAX_SKIPPED = 0.05  # of the steps, once the loss scale has settled
 _NEGLIGIBLE = 0.01  # of the way that FP32's loss went: less is nothing one could see
-_ROUNDING = 2.0**-8  # of the loss: a forward in BF16 alone makes that, also of a fitted model
+_ROUNDING = 2.0**-8  # to BF16: of a loss, and of the weights that another seed starts from
 _WINDOWS = 8  # of a curve, of which the means are compared
 _MAX_BATCHES = 32  # that are kept of a loader
+_LEAST_STEPS = 5  # however slow a level is
+_TRIES, _CLEAN = (
+    30,
+    3,
+)  # steps in which the loss scale comes down from 2**16: so many are not skipped
+
+
+_ORIGINAL = "loss_function(model, batch) has to use the model it is handed, a copy."
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one level did.
+
+    `losses` and `milliseconds` are those of each step. `skipped` counts steps that were left out,
+    after the loss scale had settled; `stale` has the parameters without master of which rounding
+    kept nearly all weights. `speedup` and `deviation` compare with O0, `allowed` is the deviation
+    that counts as none, and `objection` says why the level is not to be used.
+    """
+
+    level: str
+    losses: tuple[float, ...] = ()
+    milliseconds: tuple[float, ...] = ()
+    skipped: int = 0
+    stale: tuple[str, ...] = ()
+    objection: str | None = None
+    speedup: float = math.nan
+    deviation: float = math.nan
+    allowed: float = math.nan
+
+    @property
+    def median(self) -> float:
+        """Milliseconds of a step."""
+        return statistics.median(self.milliseconds) if self.milliseconds else math.nan
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What :func:`advise` found: the recommended `level`, the `reason` for it in words, and a
+    :class:`Row` for each level; ``print`` shows it as a table."""
+
+    level: str
+    reason: str
+    rows: tuple[Row, ...]
+    device: str
+
+    def __str__(self) -> str:
+        lines = [("level", "steps", "ms/step", "speed", "deviation", "allowed", "skipped", "")]
+        for row in self.rows:
+            cells = (
+                *(str(len(row.losses)), f"{row.median:.3g}", f"{row.speedup:.2f}x"),
+                *(f"{row.deviation:.2g}", f"{row.allowed:.2g}", str(row.skipped)),
+            )
+            remark = "<- recommended" if row.level == self.level else row.objection or ""
+            lines.append((row.level, *(cells if row.losses else [""] * 6), remark))
+        table = "\n".join(aligned(lines, left=(0, 7)))
+        return f"On {self.device}:\n{table}\n\nTrain at {self.level}: {self.reason}"
 
 
 def advise(
     model: nn.Module,
-    loss_function: LossFunction,
+    loss_function: inputs.LossFunction,
     batch: Any,
     optimizer: Optimizer,
     *,
@@ -48,24 +115,19 @@ def advise(
                             next(iter(loader)), optimizer)
         print(advice)
 
-    All trainings start from the model as it is, on its device and in the mode it is in, and take
-    the same batches with the same random numbers. FP32 (O0), always among them, is trained `seeds`
-    times more, slightly changed: a level's loss may be as far from FP32's as these are from each
-    other ("The yardstick" in docs/insight.md). Recommended is the fastest level that does not
-    deviate, loses no tensor's updates, and skips no more than 5 % of its steps; O0 where nothing is
-    5 % faster.
-
-    The model, its gradients, the optimizer, random states, autocast and what the latest
-    ``amp.initialize`` set up are left as they were. One copy exists at a time.
+    All trainings start from the model as it is, on its device and in its mode, and take the same
+    batches with the same random numbers. FP32 (O0), always among them, is trained `seeds` times
+    more, slightly changed: a level's loss may be as far from FP32's as these are from each other
+    ("The yardstick" in docs/insight.md). Recommended is the fastest level that does not deviate,
+    loses no tensor's updates, and skips no more than 5 % of its steps; O0 where nothing is 5 %
+    faster. One copy exists at a time; nothing of yours changes.
 
     Arguments:
         model: FP32, before ``amp.initialize`` and before DistributedDataParallel. What
             ``torch.compile`` made is trained uncompiled.
-        loss_function: ``loss_function(model, batch)`` returns the loss. It has to use the `model`
-            that it is given.
-        batch: one batch, whatever `loss_function` takes (a tensor, a tuple, a list, a dict); or
-            several: a DataLoader or an iterator (``iter(batches)``), whose first 32 are used, again
-            and again. An iterator has moved on afterwards.
+        loss_function: ``loss_function(model, batch)`` returns the loss, of the `model` it is given.
+        batch: one batch, whatever `loss_function` takes (a tensor, a tuple, a list, a dict); or a
+            DataLoader or an iterator, whose first 32 are used, again and again.
         optimizer: any, of parameters of the model.
         levels: which of O0 to O5.
         seconds: for everything, shared evenly; a slow level gets fewer steps, and at least five.
@@ -77,137 +139,216 @@ def advise(
             finite loss, in FP32. What fails at another level is part of the advice.
     """
     levels = (levels,) if isinstance(levels, str) else tuple(dict.fromkeys(levels))
-    check_types(model, optimizer, "amp.advise(model, loss_function, batch, optimizer)")
+    inputs.check_types(model, optimizer, "amp.advise(model, loss_function, batch, optimizer)")
     _check(model, optimizer, levels, seconds=seconds, steps=steps, seeds=seeds)
-    model = eager_module(model)
-    device = next(model.parameters()).device
-    task = Task(model, optimizer, loss_function, (), device)
-    with trainings.untouched(task):
-        task = dataclasses.replace(task, batches=_batches(batch))
-        trainings.try_out(task)
+    task = _Task(eager_module(model), optimizer, loss_function)
+    with _untouched(task):
+        task.take(batch)
         others = [level for level in levels if level != "O0"]
-        share = seconds / (1 + len(others) + seeds)
-        reference = trainings.run("O0", task, steps=steps, seconds=share)
-        if problem := reference.failure or _not_finite(reference):
+        run = functools.partial(task.run, seconds=seconds / (1 + len(others) + seeds))
+        reference = run("O0", steps)
+        if problem := reference.objection or _not_finite(reference):
             raise ValueError(f"This training fails in FP32 already (O0): {problem}.")
         steps = len(reference.losses)
-        rows = [trainings.run(level, task, steps=steps, seconds=share) for level in others]
-        seeded = [
-            trainings.run("O0", task, steps=steps, seconds=share, seed=seed + 1)
-            for seed in range(seeds)
-        ]
+        rows = [run(level, steps) for level in others]
+        seeded = [run("O0", steps, seed=1 + seed) for seed in range(seeds)]
     # Its time is that of all its trainings, before and after the others.
     times = itertools.chain.from_iterable(row.milliseconds for row in (reference, *seeded))
-    reference = dataclasses.replace(reference, milliseconds=tuple(times))
-    rows = sorted((reference, *rows), key=lambda row: row.level)
-    return conclude(rows, seeded, len(task.batches), device)
-
-
-def conclude(
-    rows: Sequence[Row], seeded: Sequence[Row], batches: int, device: torch.device
-) -> Advice:
-    """What `rows` (O0 among them) and the other seeds' trainings of O0 say."""
-    reference = next(row for row in rows if row.level == "O0")
-    judged = tuple(_judged(row, reference, seeded, batches) for row in rows)
-    level, reason = _recommend(judged)
-    return Advice(level, reason, judged, tuple(row.losses for row in seeded), device_name(device))
-
-
-@dataclasses.dataclass(frozen=True)
-class Advice:
-    """What :func:`advise` found; ``print`` shows it as a table.
-
-    Attributes:
-        level: the recommended one.
-        reason: why, in words.
-        rows: a :class:`~ampfuse.doctor.trainings.Row` for each level.
-        seed_losses: the curves of the FP32 trainings with other seeds.
-        device: the name of the GPU or CPU.
-    """
-
-    level: str
-    reason: str
-    rows: tuple[Row, ...]
-    seed_losses: tuple[tuple[float, ...], ...]
-    device: str
-
-    def __str__(self) -> str:
-        heads = ("level", "steps", "ms/step", "speed", "MiB", "deviation", "allowed", "skipped")
-        lines: list[tuple[str, ...]] = [(*heads, "stale", "")]
-        for row in self.rows:
-            cells = [""] * 8
-            if row.failure is None:
-                cells = [
-                    str(len(row.losses)),
-                    f"{row.median:.3g}",
-                    f"{row.speedup:.2f}x",
-                    f"{row.memory_mib:.1f}",
-                    f"{row.deviation:.2g}" if row.level != "O0" else "-",
-                    f"{row.allowed:.2g}",
-                    str(row.skipped),
-                    "-" if row.stale_share is None else f"{row.stale_share:.0%}",
-                ]
-            remark = "<- recommended" if row.level == self.level else row.objection or ""
-            lines.append((row.level, *cells, remark))
-        table = aligned(lines, left=(0, 9))
-        return "\n".join(
-            [f"On {self.device}:", *table, "", f"Train at {self.level}: {self.reason}"]
-        )
-
-
-# --- arguments ------------------------------------------------------------------------------------
+    reference = replace(reference, milliseconds=tuple(times))
+    return conclude([reference, *rows], seeded, len(task.batches), device_name(task.device))
 
 
 def _check(model: nn.Module, optimizer: Any, levels: Sequence[str], **positive: float) -> None:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(f"Pass the model inside {type(model).__name__}: model.module.")
-    if is_installed(model) or enabled_of(optimizer) is not None:
+    if is_installed(model) or sessions.enabled_of(optimizer) is not None:
         raise ValueError(
             "This model or optimizer went through amp.initialize already, which cannot be taken "
             "back. Ask for advice before it, with a new model and optimizer."
         )
     stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
-    check_owned(model, stepped, "They cannot be copied with it: put them into one module with it.")
+    remedy = "They cannot be copied with it: put them into one module with it."
+    inputs.check_owned(model, stepped, remedy)
     if unknown := [level for level in levels if level not in LEVELS]:
         raise ValueError(f"Unknown level {unknown[0]!r}; the levels are {', '.join(LEVELS)}.")
-    for name, value in positive.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, not {value!r}.")
+    if wrong := [name for name, value in positive.items() if not value > 0]:
+        raise ValueError(f"{wrong[0]} must be positive, not {positive[wrong[0]]!r}.")
 
 
-def _batches(batch: Any) -> list[Any]:
-    """One batch in a list, or the first ones of a loader, whose random numbers stay."""
-    generator = batch.generator if isinstance(batch, torch.utils.data.DataLoader) else None
-    if not isinstance(batch, (torch.utils.data.DataLoader, Iterator)):
-        return [batch]
-    before = None if generator is None else generator.get_state()
-    first = list(itertools.islice(batch, _MAX_BATCHES))
-    if generator is not None and before is not None:
-        generator.set_state(before)
-    if not first:
-        raise ValueError("There is no batch in what was given as batch.")
-    return first
+# --- trainings ------------------------------------------------------------------------------------
+
+
+class _Task:
+    """What is trained: copies of `model` and `optimizer`, which are the user's own."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, loss_function: Any) -> None:
+        self.model, self._optimizer, self._loss_function = model, optimizer, loss_function
+        self.device = next(model.parameters()).device
+
+    def take(self, batch: Any) -> None:
+        """Train on a batch, or on the first ones of a loader, whose random numbers stay."""
+        self.batches = [batch]
+        if isinstance(batch, (torch.utils.data.DataLoader, Iterator)):
+            generator = getattr(batch, "generator", None) or torch.default_generator
+            before = generator.get_state()
+            self.batches = list(itertools.islice(batch, _MAX_BATCHES))
+            generator.set_state(before)
+        if not self.batches:
+            raise ValueError("There is no batch in what was given as batch.")
+
+    def run(self, level: str, steps: int, *, seconds: float, seed: int = 0) -> Row:
+        """Train a copy for `steps`, or as many as `seconds` allow, at least 5. At O0 mistakes in
+        what the user gave are raised as they are; otherwise nothing is.
+
+        With another `seed` than 0 the batches come in another order, and the weights start next to
+        the user's, by as much as rounding them to BF16 could take them.
+        """
+        end = time.perf_counter() + seconds
+        try:
+            with sessions.set_aside():  # each as if it were the first
+                scale = 1.0 if seed else self._settled_scale(level)
+                if scale is None:
+                    overflows = f"gradients overflow at every loss scale ({_TRIES} steps)"
+                    return Row(level, objection=overflows)
+                return self._run(level, steps, end, scale, seed)
+        except Exception as error:
+            if level == "O0":
+                raise
+            # Its first line alone: the error itself would keep the copies in memory.
+            first_line = (str(error).splitlines() or [""])[0]
+            return Row(level, objection=f"{type(error).__name__}: {first_line}".rstrip(": "))
+
+    def _run(self, level: str, steps: int, end: float, scale: float, seed: int) -> Row:
+        _seed(seed)
+        model, optimizer, step = self._start(level, scale)
+        batches, losses, clock = list(self.batches), [], StepClock(self.device)
+        if seed:
+            random.shuffle(batches)
+            with torch.no_grad():
+                for weight in filter(Tensor.is_floating_point, model.parameters()):
+                    weight.mul_(1 + _ROUNDING * (2 * torch.rand_like(weight) - 1))
+        clock.resume()
+        for batch in itertools.islice(itertools.cycle(batches), steps):
+            losses.append(step(batch))
+            clock.mark()
+            if len(losses) >= _LEAST_STEPS and time.perf_counter() > end:
+                break
+        times, skipped, stale = clock.flush(), _skipped(optimizer), ()
+        if LEVELS[level].model_is_low_precision and not LEVELS[level].master_weights:
+            with contextlib.suppress(TypeError):  # of a step of its own, which shows no updates
+                meter = optimizer.meter(every=1)
+                step(batches[len(losses) % len(batches)])
+                rows = (row for row in meter.readings if not row.has_master and row.is_lost)
+                stale = tuple(row.parameter for row in rows)
+        return Row(level, tuple(torch.stack(losses).tolist()), tuple(times), skipped, stale)
+
+    def _settled_scale(self, level: str) -> float | None:
+        """Where a dynamic loss scale comes down to; None if it finds none. Kernels are chosen."""
+        _seed(0)
+        model, optimizer, step = self._start(level)
+        clean = 0
+        for batch in itertools.islice(itertools.cycle(self.batches), _TRIES):
+            skipped = _skipped(optimizer)
+            step(batch, functools.partial(inputs.call, self._loss_function))
+            if all(parameter.grad is None for parameter in model.parameters()):
+                raise ValueError(f"{_ORIGINAL} Its weights got no gradient.")
+            clean = clean + 1 if _skipped(optimizer) == skipped else 0
+            if clean == _CLEAN:
+                return sessions.of_optimizers([optimizer]).loss_scalers[0].loss_scale()
+        return None
+
+    def _start(self, level: str, scale: float = 2.0**16) -> tuple[nn.Module, Any, Any]:
+        """Copies of model and optimizer at a level, and a function that trains them on a batch: it
+        returns the loss, float32, 0-dim, on the device."""
+        ProcessMemory(self.device).release()  # of the copies before
+        model, optimizer = copy.deepcopy((self.model, self._optimizer))
+        model, optimizer = initialize(
+            model, optimizer, opt_level=level, verbosity=0, init_scale=scale
+        )
+
+        def step(batch: Any, loss_function: Any = self._loss_function) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_function(model, batch)
+            with scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            return loss.detach().float()
+
+        return model, optimizer, step
+
+
+def _skipped(optimizer: Any) -> int:
+    """Steps that were left out so far; waits for the device."""
+    return (optimizer.last_step.overflow() or {"skipped_steps": 0})["skipped_steps"]
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
+@contextlib.contextmanager
+def _untouched(task: _Task) -> Iterator[None]:
+    """Around trainings: what they change of the process and of the user's objects is put back."""
+    gradients = [(parameter, parameter.grad) for parameter in task.model.parameters()]
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if module is task.model:  # copies have the hook, too
+            raise ValueError(f"{_ORIGINAL} This one uses the original, which is not to be touched.")
+
+    for parameter, _ in gradients:  # a loss function that uses the original adds to none of its own
+        parameter.grad = None
+    hook = task.model.register_forward_pre_hook(refuse)
+    try:
+        with (
+            inputs.same_random_numbers(),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast(task.device.type, enabled=False),
+            function_casts.registered_for_now(),
+            sessions.set_aside(),
+            half_ops.unless_refused(),
+        ):
+            yield
+    finally:
+        hook.remove()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        ProcessMemory(task.device).release()
 
 
 # --- conclusions ----------------------------------------------------------------------------------
 
 
+def conclude(rows: Sequence[Row], seeded: Sequence[Row], batches: int, device: str) -> Advice:
+    """What `rows`, O0 first, and the other seeds' trainings of O0 say."""
+    judged = [_judged(row, rows[0], seeded, batches) for row in rows]
+    judged.sort(key=lambda row: row.level)
+    return Advice(*_recommend(judged), tuple(judged), device)
+
+
 def _judged(row: Row, reference: Row, seeded: Sequence[Row], batches: int) -> Row:
-    if row.failure is not None:
-        return dataclasses.replace(row, objection=row.failure)
+    if row.objection is not None:
+        return row
     steps = len(row.losses)
     curves = [each.losses[:steps] for each in (reference, *seeded)]
     spread = max(distance(a, b, batches) for a, b in itertools.combinations(curves, 2))
     means = _means(curves[0], batches, steps)
-    rounding = _ROUNDING * max(map(abs, means))
-    row = dataclasses.replace(
-        row,
-        spread=spread,
-        allowed=max(spread, _NEGLIGIBLE * (max(means) - min(means)), rounding),
-        deviation=distance(row.losses, reference.losses, batches),
-        speedup=reference.median / row.median,
-    )
-    return dataclasses.replace(row, objection=_objection(row))
+    way, loss = max(means) - min(means), max(map(abs, means))
+    allowed = max(spread, _NEGLIGIBLE * way, _ROUNDING * loss)
+    deviation = distance(row.losses, reference.losses, batches)
+    objection = _not_finite(row)
+    if not objection and row.skipped > _MAX_SKIPPED * steps:
+        objection = f"overflows: {row.skipped} of {steps} steps skipped"
+    elif not objection and row.stale:
+        more = f" and {len(row.stale) - 1} more" * (len(row.stale) > 1)
+        objection = f"stands still, as updates round away: {row.stale[0]}{more}"
+    elif not objection and deviation > allowed:
+        objection = "the loss deviates from that of FP32"
+    speedup = reference.median / row.median
+    return replace(row, speedup=speedup, deviation=deviation, allowed=allowed, objection=objection)
 
 
 def distance(a: Sequence[float], b: Sequence[float], batches: int) -> float:
@@ -235,42 +376,29 @@ def _not_finite(row: Row) -> str | None:
     return None if bad is None else f"the loss is not finite from step {bad} on"
 
 
-def _objection(row: Row) -> str | None:
-    if problem := _not_finite(row):
-        return problem
-    if row.skipped > _MAX_SKIPPED * len(row.losses):
-        return f"overflows: {row.skipped} of {len(row.losses)} steps skipped"
-    if row.stale:
-        more = f" and {len(row.stale) - 1} more" * (len(row.stale) > 1)
-        return f"stands still, as updates round away: {row.stale[0]}{more}"
-    return "the loss deviates from that of FP32" if row.deviation > row.allowed else None
-
-
 def _recommend(rows: Sequence[Row]) -> tuple[str, str]:
     """The level, and the reason for it."""
     good = [row for row in rows if row.objection is None and row.level != "O0"]
     fastest = min(good, key=lambda row: row.median, default=None)
     worth = max(_EQUAL, fastest.speedup if fastest else 0)
     rejected = [
-        f"{row.level} is {row.speedup:.2f}x as fast, but: {row.objection}."
+        f" {row.level} is {row.speedup:.2f}x as fast, but: {row.objection}."
         for row in rows
         if row.objection and row.speedup > worth
     ]
     if fastest is None:
-        tried = "there are objections to every other level." if len(rows) > 1 else ""
-        return "O0", " ".join([tried or "no other level was tried.", *rejected])
-    if fastest.speedup < _EQUAL:
-        why = (
-            f"half precision is no faster here ({fastest.level}, the best of those without an "
-            f"objection: {fastest.speedup:.2f}x)."
+        level, why = "O0", "there are objections to every other level, or none was tried."
+    elif fastest.speedup < _EQUAL:
+        why = f"half precision is no faster here ({fastest.level}: {fastest.speedup:.2f}x)."
+        level = "O0"
+    else:
+        near = (row for row in good if row.median <= fastest.median * _EQUAL)
+        best = min(near, key=lambda row: _PREFERENCE.index(row.level))
+        level, why = (
+            best.level,
+            (
+                f"{best.speedup:.2f}x as fast as FP32, and its loss stays near that of FP32 "
+                f"({best.deviation:.2g} apart; {best.allowed:.2g} is allowed)."
+            ),
         )
-        return "O0", " ".join([why, *rejected])
-    near = [row for row in good if row.median <= fastest.median * _EQUAL]
-    best = min(near, key=lambda row: _PREFERENCE.index(row.level))
-    reason = (
-        f"{best.speedup:.2f}x as fast as FP32, and its loss stays near that of FP32 "
-        f"({best.deviation:.2g} apart; {best.allowed:.2g} is allowed)."
-    )
-    if others := [row.level for row in near if row is not best]:
-        reason += f" As fast, within {_EQUAL - 1:.0%}: {', '.join(others)}."
-    return best.level, " ".join([reason, *rejected])
+    return level, why + "".join(rejected)

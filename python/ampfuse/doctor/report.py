@@ -1,63 +1,66 @@
-"""What the doctor found: numbers for programs, a table for a terminal; and how they come about."""
+"""What the doctor found: where a step's time goes, what bounds it, and what would pay."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.optim import Optimizer
 
 import ampfuse
+from ampfuse import hardware
 from ampfuse.devices import device_name
-from ampfuse.doctor import rules
-from ampfuse.doctor.kinds import LABELS
-from ampfuse.doctor.timeline import Operation, Timeline, detail, lay_out, operations_of
-from ampfuse.doctor.trace import read
+from ampfuse.doctor.profile import HALVES, LABELS, Event, Operation, Profile
 from ampfuse.doctor.watch import Finished, Watch
 from ampfuse.insight.findings import Finding
+from ampfuse.insight.inputs import same_random_numbers
+from ampfuse.measuring import StepClock
+from ampfuse.optim.fused import FUSED
+
+LEAST_GAIN = 1.05  # below that, noise decides
+# What bounds a step that spends most of its time on these kinds of work.
+BOUNDS = {
+    "data loading": ("data",),
+    "the host": ("python", "host", "sync"),
+    "arithmetic": ("matrix",),
+    "memory": ("norm", "reduction", "memory", "cast", "layout", "optimizer", "scaling"),
+    "communication": ("communication",),
+}
 
 
-@dataclass(frozen=True)
-class Share:
-    """Time of one kind of work in a step. `detail` tells kinds of matrix work apart."""
+class Share(NamedTuple):
+    """Time of one kind of work in a step; `label` tells kinds of matrix work apart."""
 
     kind: str
     label: str
     ms: float
     share: float
-    detail: str = ""
 
 
 @dataclass
 class Report:
     """The doctor's findings. Times are of one step without the profiler, in milliseconds.
 
-    Attributes:
-        script: what was run.
-        problem: why there are no findings, in one line; None if there are.
-        hardware, versions: what the numbers hold for.
-        steps: how many were timed, and profiled after that.
-        step_ms: mean of the timed steps; `fastest_ms` and `slowest_ms` are their range.
-        profiled_ms: mean of the profiled ones, which the profiler slows.
-        shares: where the time goes, by kinds of work; they sum up to `step_ms`.
-        operations: those that take most, first.
-        verdict: the kind of work (``kinds.LABELS``) that takes most, and ...
-        sentence: ... that in words.
-        half_limit: no half precision can make the step more than so many times as fast; `bound`
-            says why.
-        advice: what would pay, in the order of gain.
+    `problem` says in a line why there are none. Of `steps` timed steps `step_ms` is the mean, of as
+    many profiled ones `profiled_ms`. `shares` say where the time goes and sum up to
+    `step_ms`, `operations` which take most, `waits` which lines of the program wait for the device
+    (or would, for a GPU), `attention` what computes it and how fast, and `advice` what would pay.
     """
 
     script: str = ""
     problem: str | None = "nothing was measured yet"
-    hardware: str = ""
-    versions: str = ""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     steps: int = 0
     step_ms: float = 0.0
     fastest_ms: float = 0.0
@@ -65,41 +68,72 @@ class Report:
     profiled_ms: float = 0.0
     shares: list[Share] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
-    verdict: str = ""
-    sentence: str = ""
-    half_limit: float = 1.0
-    bound: str = ""
+    waits: list[str] = field(default_factory=list)
+    attention: str = ""
     advice: list[Finding] = field(default_factory=list)
+    optimizers: Collection[type[Optimizer]] = ()
 
     def share_of(self, *kinds: str) -> float:
         """The share of the step, 0 to 1, of all work of `kinds`."""
         return sum(share.share for share in self.shares if share.kind in kinds)
 
     @property
-    def conditions(self) -> str:
-        """How long a step takes, how that was measured, and on what."""
-        return (
-            f"{self.step_ms:.1f} ms a step (mean of {self.steps}, {self.fastest_ms:.1f} to "
-            f"{self.slowest_ms:.1f}); {self.profiled_ms:.1f} under the profiler, whose shares are "
-            f"scaled to the former. {self.hardware}; {self.versions}"
-        )
+    def verdict(self) -> str:
+        """What bounds the step: a key of ``BOUNDS``."""
+        return max(BOUNDS, key=lambda bound: self.share_of(*BOUNDS[bound]))
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        kind = max(BOUNDS[self.verdict], key=self.share_of)
+        share = f"{LABELS[kind]} takes {self.share_of(kind):.0%} of the time"
+        pays = "" if self.advice else ". Nothing known here pays: a faster machine would"
+        return f"bound by {self.verdict}: {share}{pays}"
+
+    @property
+    def half_limit(self) -> float:
+        """Half precision makes a step no more than so many times as fast, by Amdahl's law."""
+        return self.gain_of(self.full_ms("matrix") + self.full_ms("memory", "norm") / 2)
+
+    @property
+    def bound(self) -> str:
+        """``half_limit`` in words."""
+        share = f"{self.full_ms('matrix') / self.step_ms:.0%} of a step"
+        limit = f"At most {self.half_limit:.2f}x from half precision"
+        return f"{limit}, if the FP32 matrix work ({share}) took no time."
+
+    def full_ms(self, *kinds: str) -> float:
+        """Of operations of `kinds` that are not in half precision."""
+        full = (op for op in self.operations if op.event.precision not in HALVES)
+        return sum(op.ms for op in full if op.kind in kinds)
+
+    def gain_of(self, saved_ms: float) -> float:
+        """How many times as fast a step is without `saved_ms`."""
+        return self.step_ms / max(self.step_ms - saved_ms, 0.01 * self.step_ms)
 
     def __str__(self) -> str:
         if self.problem:
             return f"ampfuse doctor: {self.problem}"
-        lines = [f"{self.script}: {self.sentence}", "", self.conditions, ""]
-        width = max(len(share.label) for share in self.shares)
-        for share in self.shares:
-            if share.share >= 0.0005:
-                bar = "#" * round(30 * share.share)
-                lines.append(
-                    f"  {share.label:{width}} {share.share:6.1%} {share.ms:9.2f} ms  {bar}"
-                )
-        lines += ["", "Operations that take most:"]
+        lines = [
+            f"{self.script}: {self.sentence}",
+            f"\n{self.step_ms:.1f} ms a step (mean of {self.steps}, {self.fastest_ms:.1f} to "
+            f"{self.slowest_ms:.1f}); {self.profiled_ms:.1f} under the profiler, whose shares are "
+            f"scaled to the former. {device_name(self.device)}; torch {torch.__version__}, "
+            f"ampfuse {ampfuse.__version__}\n",
+        ]
+        for _, label, ms, share in self.shares:
+            if share >= 0.0005:
+                bar = "#" * round(30 * share)
+                lines.append(f"  {label:35} {share:6.1%} {ms:9.2f} ms  {bar}")
+        lines.append("\nOperations that take most:")
         for op in self.operations[:5]:
-            lines.append(f"  {op.ms:9.2f} ms  {op.calls:g} x {op.name} {op.shapes}".rstrip())
-        lines += ["", self.bound]
-        lines += ["", "What pays most:"] if self.advice else []
+            call = f"{op.calls:g} x {op.event.name} {op.shapes}"
+            lines.append(f"  {op.ms:9.2f} ms  {call}".rstrip())
+        lines += [f"\n{text}" for text in (self.bound, self.attention) if text]
+        would = "wait for the device" if self.device.type == "cuda" else "would wait for a GPU"
+        lines += [f"\nLines that {would}, in a step:"] if self.waits else []
+        lines += [f"  {line}" for line in self.waits[:10]]
+        lines += ["\nWhat pays most:"] if self.advice else []
         for place, one in enumerate(self.advice[:5], 1):
             lines += [f"  {place}. {one.found}: {one.kind}", f"     {one.remedy}"]
         return "\n".join(lines)
@@ -116,8 +150,9 @@ def examine(
                 ...
         print(report)
 
-    After `warmup` optimizer steps, `steps` are timed and as many profiled. The report is complete
-    at the end of the context; the training, its random numbers and its results stay as they are.
+    After `warmup` optimizer steps, `steps` are timed and as many profiled; in one more, calls that
+    wait for the device are looked for. The report is complete at the end of the context; the
+    training, its random numbers and its results stay as they are.
 
     Arguments:
         stop: leave the context after the last of these steps. Otherwise it goes on unwatched.
@@ -137,63 +172,179 @@ def examine(
 
 def fill(report: Report, watch: Watch) -> None:
     """Complete `report` with what `watch` saw; with its problem, if that was not enough."""
-    report.problem = watch.problem or _too_short(watch)
-    if report.problem:
-        return
-    assert watch.profiler is not None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        watch.profiler.export_chrome_trace(str(path))
-        trace = read(path)
-    timeline = lay_out(trace)
-    if timeline is None:
-        report.problem = f"the training ended in its first profiled step, {watch.seen} steps in all"
-        return
-    _describe(report, watch, timeline)
-    operations = operations_of(timeline, report.step_ms)
-    report.operations = operations[:20]
-    ms = {kind: report.share_of(kind) * report.step_ms for kind in LABELS}
-    loaders = {e.name for e in trace.host if e.name.startswith("enumerate(DataLoader)")}
-    workers = any("MultiProcessing" in name for name in loaders) if loaders else None
-    case = rules.Case(watch.device, report.step_ms, ms, operations, watch.optimizers, workers)
-    report.advice = rules.find(case)
-    report.half_limit, report.bound = rules.half_limit(case)
-    report.verdict = max(ms, key=lambda kind: ms[kind])
-    share = report.share_of(report.verdict)
-    report.sentence = f"{LABELS[report.verdict]} takes most ({share:.0%} of the time)"
-    if not report.advice:
-        report.sentence += ". Nothing known here pays: a faster machine would"
-
-
-def _too_short(watch: Watch) -> str | None:
+    report.problem = watch.problem
     if watch.seen == 0:
-        return (
+        report.problem = (
             "no torch.optim.Optimizer made a step in this process; if others train, use "
             "`with ampfuse.doctor.examine():` around their loop"
         )
-    if watch.profiler is None:
+    elif watch.profiler is None and not report.problem:
         needed = watch.warmup + 2 * watch.steps + 1  # the first profiled one is left out
-        return (
+        report.problem = (
             f"the training ended after {watch.seen} optimizer step{'s' * (watch.seen > 1)}; "
-            f"{needed} are needed ({watch.warmup} to warm up, {watch.steps} to time, the rest to "
-            "profile): give smaller warmup and steps"
+            f"{needed} are needed: give smaller warmup and steps"
         )
-    return None
-
-
-def _describe(report: Report, watch: Watch, timeline: Timeline) -> None:
+    if report.problem or watch.profiler is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        watch.profiler.export_chrome_trace(str(path))
+        profile = Profile(json.loads(path.read_text(errors="replace"))["traceEvents"])
+    if not profile.steps:
+        report.problem = f"the training ended in its first profiled step, {watch.seen} steps in all"
+        return
     times = [seconds * 1e3 for seconds in watch.seconds]
-    report.hardware = device_name(watch.device)
-    report.versions = f"torch {torch.__version__}, ampfuse {ampfuse.__version__}"
     report.steps, report.step_ms = len(times), statistics.fmean(times)
     report.fastest_ms, report.slowest_ms = min(times), max(times)
-    begin, end = timeline.steps[0][0], timeline.steps[-1][1]
-    report.profiled_ms = (end - begin) / len(timeline.steps) / 1e3
-    totals: dict[tuple[str, str], float] = defaultdict(float)
-    for piece in timeline.pieces:
-        totals[piece.kind, detail(piece)] += timeline.share(piece)
-    order = list(LABELS)
-    by_kind = sorted(totals.items(), key=lambda item: (order.index(item[0][0]), -item[1]))
-    for (kind, more), share in by_kind:
-        label = f"{LABELS[kind]}, {more}" if more else LABELS[kind]
-        report.shares.append(Share(kind, label, share * report.step_ms, share, more))
+    report.profiled_ms = profile.duration / len(profile.steps) / 1e3
+    report.device, report.optimizers, report.waits = watch.device, watch.optimizers, watch.lines()
+    report.operations = profile.operations
+    for op in report.operations:
+        op.ms *= report.step_ms / report.profiled_ms
+    for kind in LABELS:
+        for (_, detail), us in (item for item in profile.times.items() if item[0][0] == kind):
+            label, share = ", ".join(filter(None, (LABELS[kind], detail))), us / profile.duration
+            report.shares.append(Share(kind, label, share * report.step_ms, share))
+    report.advice = [*find(report), *compare_attention(report, profile)]
+    report.advice.sort(key=lambda one: -(one.gain or 0.0))
+
+
+# --- what would pay -------------------------------------------------------------------------------
+
+
+def _half_pays(name: str) -> Callable[[Report], bool]:
+    """On a device that computes in it, where matrix work is not in half precision."""
+
+    def pays(report: Report) -> bool:
+        half = "BF16" if hardware.cpu_has_bf16() else ""
+        if _on_gpu(report):
+            half = "BF16" if torch.cuda.get_device_capability(report.device) >= (8, 0) else "FP16"
+        return half == name and report.full_ms("matrix") > 0.1 * report.step_ms
+
+    return pays
+
+
+def _on_gpu(report: Report) -> bool:
+    return report.device.type == "cuda"
+
+
+# fmt: off
+# What to do, how, when it applies, and the kinds of work of which it saves a part. Of the whole a
+# gain is "at most", as if nothing came in its place; of half, "about". Of matrix work and its like
+# counts what is not in half precision.
+RULES: tuple[tuple[str, str, Callable[[Report], bool], tuple[str, ...], float], ...] = (
+    ("faster loading", "DataLoader(num_workers=..., persistent_workers=True): one for each "
+     "core, more if they wait for files; cheaper transforms",
+     lambda report: True, ("data",), 1.0),
+    # Half as many bytes; units for half precision gain more, and small products less.
+    *((f"{name} ({level})", "model, optimizer = amp.initialize(model, optimizer, "
+       f'opt_level="{level}")', _half_pays(name), ("matrix", "memory", "norm"), 0.5)
+      for name, level in (("BF16", "O5"), ("FP16", "O2"))),
+    ("fused optimizer", "the one of the same name in ampfuse.optim, or opt_level O0: one pass "
+     "over all parameters", lambda report: not FUSED.keys().isdisjoint(report.optimizers),
+     ("optimizer",), 0.5),
+    ("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
+     "optimizer, batch): a CUDA graph; before that, take out what waits",
+     _on_gpu, ("host",), 1.0),
+    ("less Python, fewer and larger operations", "move loading (into a DataLoader), logging "
+     "and files out of the step; larger batches; torch.compile(model)",
+     lambda report: not _on_gpu(report), ("host", "python"), 1.0),
+    ("less communication", "overlap it with the backward pass (DistributedDataParallel), or "
+     "send half precision", lambda report: True, ("communication",), 1.0),
+    ("fewer casts", "keep tensors in one type from the model's input to its output; O2 and O5 "
+     "keep weights in half, where autocast casts them in every step",
+     lambda report: True, ("cast",), 1.0),
+    ("fewer transpositions", "keep images in one memory format (in half precision "
+     "channels_last), call .contiguous() once and not in each step",
+     lambda report: True, ("layout",), 1.0),
+)
+# fmt: on
+
+
+def find(report: Report) -> list[Finding]:
+    """What pays by the `RULES`."""
+    found = []
+    for what, remedy, applies, kinds, part in RULES:
+        half = "matrix" in kinds
+        ms = report.full_ms(*kinds) if half else report.share_of(*kinds) * report.step_ms
+        gain, basis = report.gain_of(part * ms), "at most" if part == 1 else "about"
+        if gain >= LEAST_GAIN and applies(report):
+            found.append(Finding(what, remedy, found=f"{basis} {gain:.2f}x", gain=gain))
+    return found
+
+
+# --- the kernels of attention ---------------------------------------------------------------------
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_KERNELS = {
+    **{f"aten::_scaled_dot_product_{name}_attention": name for name in _BACKENDS},
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
+    "aten::_scaled_dot_product_attention_math": "math",
+}
+_TYPES = {
+    **{"double": torch.float64, "float": torch.float32, "bool": torch.bool},
+    **{"c10::Half": torch.float16, "c10::BFloat16": torch.bfloat16},
+}
+
+
+def compare_attention(report: Report, profile: Profile) -> list[Finding]:
+    """Say which kernel computes the attention that a step has most of, and advise another where
+    each of its calls, forward and backward, took less time than each of that one's."""
+    calls: dict[str, list[Event]] = defaultdict(list)
+    for event in (event for event in profile.host if event.name in _KERNELS):
+        calls[repr((event.name, event.dims, event.types, event.values))].append(event)
+    if not calls:
+        return []
+    event, *others = max(calls.values(), key=len)
+    used, times = _KERNELS[event.name], measure_attention(event, report.device)
+    medians = {name: statistics.median(ms) for name, ms in times.items()}
+    sizes = "x".join(map(str, event.dims[0]))
+    report.attention = (
+        f"Attention of {sizes}, {event.precision}: {used} computes it. Forward and backward "
+        f"take {', '.join(f'{ms:.3g} ms by {name}' for name, ms in medians.items())}."
+    )
+    best = min(medians, key=lambda name: medians[name], default=used)
+    if used not in times or max(times[best]) >= min(times[used]):
+        return []
+    gain = report.gain_of((1 + len(others)) / len(profile.steps) * (medians[used] - medians[best]))
+    chosen = ", ".join(str(_BACKENDS[name]) for name in (best, used))
+    line = f"with torch.nn.attention.sdpa_kernel([{chosen}], set_priority=True):"
+    remedy = f"around the steps: {line}"
+    return [Finding(f"attention by {best}", remedy, found=f"measured {gain:.2f}x", gain=gain)]
+
+
+def measure_attention(event: Event, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of five calls as `event`, forward and backward, by each backend there is."""
+    schema = getattr(torch.ops.aten, event.name.removeprefix("aten::")).default._schema
+    names = [argument.name.replace("attn_bias", "attn_mask") for argument in schema.arguments]
+    value = dict(zip(names, event.values, strict=False))
+    tensors: dict[str, Any] = {}
+    found = {}
+    with same_random_numbers(), torch.enable_grad():
+        for name, sizes, strides, kind in zip(
+            names, event.dims, event.strides, event.types, strict=False
+        ):
+            if sizes and kind in _TYPES:
+                new = torch.empty_strided(sizes, strides, dtype=_TYPES[kind], device=device)
+                tensors[name] = new.fill_(1) if "mask" in name else new.normal_().requires_grad_()
+        query, key, values = inputs = [tensors[name] for name in ("query", "key", "value")]
+        for name, backend in _BACKENDS.items():
+            clock = StepClock(device)
+            with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # some are not for these
+                for _ in range(3 + 5):
+                    output = scaled_dot_product_attention(
+                        *(query, key, values, tensors.get("attn_mask")),
+                        dropout_p=float(value.get("dropout_p") or 0.0),
+                        is_causal=value.get("is_causal") == "True",
+                        scale=float(value["scale"]) if value.get("scale") else None,
+                        enable_gqa=query.shape[1] != key.shape[1],
+                    )
+                    torch.autograd.grad(output, inputs, torch.ones_like(output))
+                    clock.mark()
+                found[name] = clock.flush()[-5:]
+    return found

@@ -1,12 +1,14 @@
-"""Watches a training: counts optimizer steps, times some of them, profiles as many more."""
+"""Watches a training: times some steps, profiles as many more, and looks for waits in one."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import linecache
 import os
+import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,29 +20,58 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.profiler import profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampfuse.doctor.trace import CLOSURE, STEP
+from ampfuse.doctor.profile import CLOSURE, STEP
+from ampfuse.insight.tracker import callers
 from ampfuse.measuring import silent_stderr, wait_for
+
+# Operations with results that the host has to know.
+_WAITING = frozenset(
+    "_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_consecutive equal".split()
+)
 
 
 class Finished(BaseException):
     """Ends the script when enough was seen. No Exception: ``except Exception`` lets it through."""
 
 
+class Waits(TorchDispatchMode):
+    """Counts what waits for the GPU, or would, by file, line and operation.
+
+    On the CPU nothing inside of an optimizer's step counts: torch's keep numbers on the CPU.
+    """
+
+    on_gpu = in_step = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[str, int, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        waits = name in _WAITING
+        if name in ("index", "index_put", "index_put_"):  # the places in a mask are counted
+            waits = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        elif name in ("_to_copy", "copy_"):
+            blocks = not (kwargs or {}).get("non_blocking") and True not in args[2:]
+            waits = args[name == "copy_"].is_cuda and not result.is_cuda and blocks
+        elif waits:
+            waits = args[0].is_cuda if self.on_gpu else not self.in_step
+        if waits:
+            place, _ = callers()
+            self.calls[(*(place or ("in torch", 0)), name)] += 1
+        return result
+
+
 @dataclass
 class Watch:
-    """A context that watches what is trained in it.
+    """A context that watches what is trained in it, by this process.
 
     A step is one call of ``step`` of the optimizer that is the first to make `warmup` steps. After
-    these, `steps` are timed with nothing else going on, then as many are profiled. Other processes
-    than this one are left alone.
-
-    Attributes:
-        stop: raise Finished after the last of them.
-        seconds: of each timed step.
-        device: a GPU if the chosen optimizer has parameters on one, else the CPU.
-        optimizers: the types of those that stepped since then.
-        profiler: once the profile has begun. It is complete after the context.
+    these, `steps` are timed with nothing else going on, then as many are profiled, and in one more
+    lines that wait are looked for; then `stop` raises Finished. `seconds` are those of each timed
+    step, `optimizers` the types of all that stepped since then.
     """
 
     warmup: int
@@ -51,6 +82,7 @@ class Watch:
     optimizers: set[type[Optimizer]] = field(default_factory=set)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     profiler: profile | None = None
+    waits: Waits = field(default_factory=Waits)
     problem: str | None = None
     done: bool = False
 
@@ -58,26 +90,22 @@ class Watch:
         self._process = os.getpid()
         self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._chosen: object = None
-        self._phases: Iterator[None] = iter(())
-        self._profiling = contextlib.ExitStack()
+        self._phases: Any = self._after_warmup()
         self._hooks = contextlib.ExitStack()
         self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._hooks.callback(register_optimizer_step_post_hook(self._after).remove)
-        for name in ("_prepare_trace", "_start_trace"):
-            self._hooks.enter_context(self._ended_by_profiles(name))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
         if os.getpid() == self._process:
-            self._profiling.close()
-
-    # --- around a step --------------------------------------------------------------------------
+            self._phases.close()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if os.getpid() != self._process or self.done:
             return None
         if not callable(closure := kwargs.get("closure", *args[1:2])):
+            self.waits.in_step = True
             return None
         marked = record_function(CLOSURE)(closure)  # not the optimizer's own time
         if args[1:]:
@@ -87,6 +115,7 @@ class Watch:
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         if os.getpid() != self._process:
             return
+        self.waits.in_step = False
         if not self.done:
             self._count(optimizer)
         if self.done and self.stop:  # again, if the script caught the first one
@@ -97,9 +126,10 @@ class Watch:
             self.optimizers.add(type(optimizer))
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if self._chosen is None and count == self.warmup:
-            self._chosen, self._phases = optimizer, self._after_warmup()
+            self._chosen = optimizer
             devices = (p.device for group in optimizer.param_groups for p in group["params"])
             self.device = next((d for d in devices if d.type == "cuda"), self.device)
+            self.waits.on_gpu = self.device.type == "cuda"
         self.seen = max(self.seen, count) if self._chosen is None else self._counts[self._chosen]
         if optimizer is self._chosen:
             if self.profiler:
@@ -116,52 +146,32 @@ class Watch:
             self.seconds.append(time.perf_counter() - begin)
         wait_for(self.device)  # a GPU's backlog belongs to the last step
         self.seconds[-1] = time.perf_counter() - begin
-        self._begin_profile()
-        for _ in range(self.steps + 1):
-            yield
-        self.done = True
-        self._profiling.close()
-
-    # --- what is replaced meanwhile -------------------------------------------------------------
-
-    def _begin_profile(self) -> None:
         if torch.autograd._profiler_enabled():
-            return self._give_up()
-        profiler = profile(record_shapes=True, acc_events=True)
+            self.problem, self.done = (
+                "the script runs torch's profiler itself: switch that off",
+                True,
+            )
+            return
         with silent_stderr():
-            profiler.start()
-        self._profiling.callback(self._end_profile)
-        self.profiler = profiler
-
-    def _end_profile(self) -> None:
-        assert self.profiler is not None
-        wait_for(self.device)
-        with silent_stderr():
-            self.profiler.stop()
-
-    def _give_up(self) -> None:
-        """The next step ends the script, if it is to be ended."""
-        self.problem = "the script runs torch's profiler itself: switch that off"
+            self.profiler = profile(record_shapes=True, acc_events=True)
+            self.profiler.start()
+        try:
+            for _ in range(self.steps + 1):
+                yield
+        finally:
+            wait_for(self.device)
+            with silent_stderr():
+                self.profiler.stop()
+        with contextlib.ExitStack() as looking:
+            if "torch._dynamo" in sys.modules:  # what is compiled shows no lines
+                looking.enter_context(torch.compiler.set_stance("force_eager"))
+            looking.enter_context(self.waits)
+            yield
         self.done = True
 
-    @contextlib.contextmanager
-    def _ended_by_profiles(self, name: str) -> Iterator[None]:
-        """A second profile would end the process: where the script begins one, the watch ends.
-
-        In the block, `name` of torch's profile is wrapped.
-        """
-        profiles = torch.autograd.profiler.profile
-        original = getattr(profiles, name)
-
-        @functools.wraps(original)
-        def call(*args: Any) -> Any:
-            if self.profiler and not self.done and os.getpid() == self._process:
-                self._give_up()
-                self._profiling.close()
-            return original(*args)
-
-        setattr(profiles, name, call)
-        try:
-            yield
-        finally:
-            setattr(profiles, name, original)
+    def lines(self) -> list[str]:
+        """Those of the program that wait, and on what."""
+        return [
+            f"{file}:{line}: {linecache.getline(file, line).strip()}  ({count} x {name})"
+            for (file, line, name), count in self.waits.calls.most_common()
+        ]

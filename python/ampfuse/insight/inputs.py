@@ -34,11 +34,12 @@ def check_owned(model: nn.Module, stepped: Collection[Tensor], remedy: str) -> N
 
 
 def call(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor:
-    """``loss_function(model, batch)``; raises TypeError for what is no such function."""
+    """``loss_function(model, batch)``; raises TypeError for what is no such function, or returns
+    no loss."""
     ran: list[bool] = []
     hook = model.register_forward_pre_hook(lambda *_: ran.append(True))
     try:
-        return loss_function(model, batch)
+        loss = loss_function(model, batch)
     except (AttributeError, TypeError) as error:
         if ran:
             raise
@@ -49,6 +50,16 @@ def call(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor:
         ) from error
     finally:
         hook.remove()
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        what = f"a tensor of shape {list(loss.shape)}"
+        what += "" if loss.requires_grad else " that needs no gradient"
+    raise TypeError(
+        "loss_function(model, batch) has to return the loss, a tensor of one element that "
+        f"backward() can start from; it returned {what}."
+    )
 
 
 @contextlib.contextmanager

@@ -262,7 +262,7 @@ class Tracker(TorchDispatchMode):
             self.scale, self.scale_is_tensor = float(by), is_tensor
 
     def _forward_place(self, func: Any) -> _Place:
-        frame, function = _callers()
+        frame, function = callers()
         if function is None:
             name = func._schema.name.rpartition("::")[2].strip("_")
             function = _USUAL_NAMES.get(name, name)
@@ -359,7 +359,7 @@ def _bare(model: nn.Module) -> nn.Module:
         model = model.module  # type: ignore[assignment]
 
 
-def _callers() -> tuple[tuple[str, int] | None, str | None]:
+def callers() -> tuple[tuple[str, int] | None, str | None]:
     """The user's line that is being run, and the function of torch's, written in Python, in it."""
     frame, function = sys._getframe(2), None
     while frame is not None:

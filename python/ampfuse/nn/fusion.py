@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampfuse.nn import causal_loss, linear_act, row_norm
+from ampfuse.nn import causal_loss, linear_act, masks, row_norm
 from ampfuse.nn.act_patterns import calls_activations, fuse_activations
 from ampfuse.nn.batch_norm import BatchNormAct2d
 from ampfuse.nn.forwards import eager_module, replaceable_forward
@@ -38,11 +38,14 @@ class FusionReport:
             that is no module by the name of the layer before it.
         left: those that are not, and why.
         has_loss: whether the model computes its loss from half logits now.
+        skips_packing: whether it no longer searches for packed sequences where it gets no
+            ``position_ids``.
     """
 
     fused: dict[str, str] = dataclasses.field(default_factory=dict)
     left: dict[str, str] = dataclasses.field(default_factory=dict)
     has_loss: bool = False
+    skips_packing: bool = False
 
     @property
     def summary(self) -> str:
@@ -59,10 +62,12 @@ class FusionReport:
             lines += [f"{title:5}  {name or '(model)'}: {what}" for name, what in places.items()]
         if self.has_loss:
             lines.append("fused  the loss of half logits")
+        if self.skips_packing:
+            lines.append("fused  no attention mask where no position_ids are given")
         return "\n".join(lines)
 
 
-PARTS = ("norms", "activations", "loss")
+PARTS = ("norms", "activations", "loss", "masks")
 
 
 def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
@@ -71,7 +76,9 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
     A batch norm with the add and the ReLU that follow it; a layer or RMS norm (torch's, timm's, and
     those of Llama and its kin in transformers) with the add before it, or by itself; a GELU or SiLU
     (theirs) with the bias of the linear layer before it or the product behind it, or by itself.
-    transformers' causal language models compute their loss by :func:`ampfuse.nn.cross_entropy`.
+    transformers' causal language models compute their loss by :func:`ampfuse.nn.cross_entropy`,
+    and its decoders no longer search for packed sequences where they get no ``position_ids``: that
+    waits for the device, or, compiled and captured, keeps the flash kernels from running.
 
     Results are those of the model as it was, but for rounding. Call it when the model is complete:
     what a ``forward`` reads of its module, other than parameters, buffers and the mode, stays as it
@@ -81,8 +88,8 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
     ``torch.fx``, ``torch.jit.script`` and ``nn.DataParallel`` take a model after :func:`unfuse`.
 
     Arguments:
-        parts: of ``"norms"``, ``"activations"`` and ``"loss"`` those that are fused; the report
-            knows no others.
+        parts: of ``"norms"``, ``"activations"``, ``"loss"`` and ``"masks"`` those that are fused;
+            the report knows no others.
 
     Returns:
         What was fused, and what was left and why.
@@ -102,6 +109,8 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
     report = FusionReport()
     if "loss" in parts:
         report.has_loss = causal_loss.replace_loss(eager_module(model))
+    if "masks" in parts:
+        report.skips_packing = masks.skip_packing(eager_module(model))
     fused: dict[nn.Module, str] = {}
     for owner, names in owners.items():
         reason = f"{owner or 'the model'} does not call it"
