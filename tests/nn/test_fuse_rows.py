@@ -134,7 +134,7 @@ def test_models_as_people_write_them(name):
     expected, keys = run(model, [x]), list(model.state_dict())
     report = fuse(model)
     assert (report.fused, report.left) == (fused, {})
-    assert report.summary == f"{len(fused)} of {len(fused)} norms and activations fused"
+    assert report.summary == f"{len(fused)} of {len(fused)} places fused"
     assert list(model.state_dict()) == keys
     assert_same(run(model, [x]), expected, 1e-6)
     for other in (model, copy.deepcopy(model)):
@@ -147,7 +147,13 @@ def test_models_as_people_write_them(name):
 
 
 @pytest.mark.parametrize(
-    ("parts", "fused"), [(["norms"], {"0.norm1", "0.norm2"}), (["activations"], {"2"}), ([], set())]
+    ("parts", "fused"),
+    [
+        (["norms"], {"0.norm1", "0.norm2"}),
+        (["activations"], {"2"}),
+        (["attention"], set()),
+        ([], set()),
+    ],
 )
 def test_parts(parts, fused):
     model = nn.Sequential(PreNorm(nn.LayerNorm), nn.Linear(24, 40), nn.GELU())
@@ -163,6 +169,138 @@ def test_parts(parts, fused):
             ValueError, match=r'parts is .*; it has to list .*, as \["norms"\] does'
         ):
             fuse(model, wrong)
+
+
+class Attention(nn.Module):
+    """As in timm, but for its ``forward``."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def packed(self, x):
+        images, tokens, _ = x.shape
+        return self.qkv(x).reshape(images, tokens, 3, 2, 12)
+
+    def attend(self, q, k, v, mask):
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Unbound(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.packed(x).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.attend(q, k, v, mask)
+
+
+class ByFunctions(Attention):
+    def forward(self, x, *, mask=None):
+        packed = torch.permute(self.packed(x), (2, 0, 3, -4, 4))
+        q, k, v = torch.unbind(packed, dim=0)
+        return self.attend(q, k, v, mask)
+
+
+class Indexed(Attention):
+    def forward(self, x, mask=None):
+        packed = self.packed(x).permute(2, 0, 3, 1, 4)
+        return self.attend(packed[0], packed[1], packed[-1], mask)
+
+
+class Written(Attention):
+    def forward(self, x, mask=None):
+        packed = self.packed(x).permute(2, 0, 3, 1, 4)
+        q = packed[0]
+        q *= 2
+        return self.attend(q, packed[1], packed[2], mask)
+
+
+class UsedWhole(Attention):
+    def forward(self, x, mask=None):
+        packed = self.packed(x).permute(2, 0, 3, 1, 4)
+        return self.attend(packed[0], packed[1], packed.sin()[2], mask)
+
+
+class AnotherDimension(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.packed(x).permute(0, 3, 2, 1, 4).unbind(2)
+        return self.attend(q, k, v, mask)
+
+
+ATTENTIONS = dict.fromkeys((Unbound, ByFunctions, Indexed), {"qkv": "with split"})
+ATTENTIONS |= dict.fromkeys((Written, UsedWhole, AnotherDimension), {})
+
+
+def permutations(model, x, **named):
+    """How often a forward pass permutes: each part of a projection, or the whole."""
+    with profile() as profiled:
+        model(x, **named)
+    return sum(event.name == "aten::permute" for event in profiled.events())
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_attention(attention):
+    model, x = attention(), torch.randn(3, 5, 24)
+    expected, fused = run(model, [x]), copy.deepcopy(model)
+    report = fuse(fused, ["attention"])
+    assert report.fused == ATTENTIONS[attention]
+    assert_same(run(fused, [x]), expected, 0.0)
+    for mask in (None, torch.ones(5, 5, dtype=torch.bool).tril()):
+        assert permutations(fused, x, mask=mask) == (3 if report.fused else 1)
+        torch.testing.assert_close(fused(x, mask=mask), model(x, mask=mask), rtol=0, atol=0)
+    unfuse(fused)
+    assert permutations(fused, x) == 1
+
+
+@pytest.mark.parametrize("attention", [Unbound, Indexed])
+@compilers
+def test_attention_compiles_in_one_graph(backend, attention):
+    model, x = attention(), torch.randn(4, 5, 24)
+    expected = run(model, [x])
+    fuse(model)
+    assert_same(run(torch.compile(model, fullgraph=True, backend=backend), [x]), expected, 1e-6)
+
+
+def embedding(padding=0, kernel=8, stride=8, **options):
+    return nn.Sequential(nn.Conv2d(3, 6, kernel, stride, padding, **options), nn.Flatten(2))
+
+
+PATCHES = {
+    "square": (embedding(), True),
+    "oblong": (embedding(kernel=(8, 10), stride=(8, 10), padding="valid", bias=False), True),
+    "small": (embedding(kernel=4, stride=4), False),
+    "padded": (embedding(padding=1), False),
+    "apart": (embedding(stride=9), False),
+    "dilated": (embedding(dilation=2), False),
+    "in groups": (embedding(groups=3), False),
+}
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", PATCHES)
+def test_patches(name, form):
+    model, taken = PATCHES[name]
+    model = copy.deepcopy(model).to(bf16, memory_format=form)
+    x = torch.randn(2, 3, 25, 34).to(bf16, memory_format=form)  # not all of it in patches
+    expected = run(model, [x])
+    fused = copy.deepcopy(model)
+    assert fuse(fused).fused == ({"0": "as a product"} if taken else {})
+    with profile() as profiled:
+        y = fused[0](x)
+    assert any(event.key == "aten::linear" for event in profiled.key_averages()) == taken
+    assert y.stride() == model[0](x).stride()
+    assert_same(run(fused, [x]), expected, 0.02)
+    for other in (x.float()[0], x[0], x[:, :, :7], x[:, :2]):  # these are torch's
+        results = []
+        for each in (model, fused):
+            try:
+                results.append(each[0](other))
+            except RuntimeError as error:
+                results.append(str(error))
+        same = torch.equal if isinstance(results[0], torch.Tensor) else str.__eq__
+        assert same(*results)
+    for each in (model, fused):
+        each[0].stride = (9, 9)
+    torch.testing.assert_close(fused[0](x), model[0](x))
 
 
 def double(module, args, output):
@@ -345,12 +483,21 @@ VIT = partial(of_timm, "vit_tiny_patch16_224", depth=2, img_size=32)
 CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 16), "conv_mlp": False}
 SWIN = {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 8, "img_size": 56}
 # A model, pixels of an image that it takes or None for words, its norms, of these with an add,
-# what its activations take with them, and how many there are.
+# what its activations take with them, and how many there are; then, splits and patch embeddings.
 LIBRARIES = {
-    "ViT of timm": (VIT, 32, 5, 2, "bias", 2),
+    "ViT of timm": (VIT, 32, 5, 2, "bias", 2, 2, 1),
     "ConvNeXt": (partial(of_timm, "convnext_atto", **CONVNEXT), 64, 9, 0, "bias", 4),
     "Swin": (partial(of_timm, "swin_tiny_patch4_window7_224", **SWIN), 56, 7, 0, "bias", 2),
-    "ViT of torchvision": (partial(of_torchvision, 32, 16, 2, 2, 24, 48), 32, 5, 2, "bias", 2),
+    "ViT of torchvision": (
+        partial(of_torchvision, 32, 16, 2, 2, 24, 48),
+        32,
+        5,
+        2,
+        "bias",
+        2,
+        0,
+        1,
+    ),
     "Llama": (partial(of_transformers, "Llama", **SMALL), None, 5, 2, "product", 2),
     "GPT2": (partial(of_transformers, "GPT2", **SMALL), None, 5, 2, "bias", 2),
     "Bert": (partial(of_transformers, "Bert", **SMALL), None, 5, 4, "bias", 2),
@@ -359,7 +506,7 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_models_of_libraries(name):
-    make, side, norms, with_add, beside_acts, acts = LIBRARIES[name]
+    make, side, norms, with_add, beside_acts, acts, *others = LIBRARIES[name]
     model = make().eval()
     x = torch.randn(2, 3, side, side) if side else torch.arange(12).view(2, 6)
     pick = (lambda y: y) if side else (lambda y: y[0])
@@ -369,6 +516,7 @@ def test_models_of_libraries(name):
     found = Counter(report.fused.values())
     alone = norms - with_add
     counts = {"alone": alone, "with add": with_add, f"with {beside_acts}": acts}
+    counts |= zip(("with split", "as a product"), others)
     assert found == Counter(counts), report
     for op, count in (("norm", norms), ("activation", acts)):
         found, passed = passes(model, x, op=op)
