@@ -226,8 +226,7 @@ class AnotherDimension(Attention):
         return self.attend(q, k, v, mask)
 
 
-ATTENTIONS = dict.fromkeys((Unbound, ByFunctions, Indexed), {"qkv": "with split"})
-ATTENTIONS |= dict.fromkeys((Written, UsedWhole, AnotherDimension), {})
+TAKEN_APART = Unbound, ByFunctions, Indexed
 
 
 def permutations(model, x, **named):
@@ -237,12 +236,12 @@ def permutations(model, x, **named):
     return sum(event.name == "aten::permute" for event in profiled.events())
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", [*TAKEN_APART, Written, UsedWhole, AnotherDimension])
 def test_attention(attention):
     model, x = attention(), torch.randn(3, 5, 24)
     expected, fused = run(model, [x]), copy.deepcopy(model)
     report = fuse(fused, ["attention"])
-    assert report.fused == ATTENTIONS[attention]
+    assert report.fused == ({"qkv": "with split"} if attention in TAKEN_APART else {})
     assert_same(run(fused, [x]), expected, 0.0)
     for mask in (None, torch.ones(5, 5, dtype=torch.bool).tril()):
         assert permutations(fused, x, mask=mask) == (3 if report.fused else 1)
@@ -258,6 +257,79 @@ def test_attention_compiles_in_one_graph(backend, attention):
     expected = run(model, [x])
     fuse(model)
     assert_same(run(torch.compile(model, fullgraph=True, backend=backend), [x]), expected, 1e-6)
+
+
+class Named(PreNorm):
+    """A block of a decoder: arguments by name, some for the layers inside it, and a setting."""
+
+    twice = False
+
+    def forward(self, x, mask=None, use_cache=False, **more):
+        y = self.mix(self.norm1(x))
+        if mask is not None:
+            y = y * mask
+        if more.get("shift") is not None:
+            y = y + more["shift"]
+        x = x + (2 * y if use_cache or self.twice else y)
+        return x + self.mlp(self.norm2(x))
+
+
+def adds(model, *inputs, **named):
+    """The result, and how often it adds outside of norms."""
+    with profile() as profiled:
+        result = model(*inputs, **named)
+    return result, sum(event.name == "aten::add" for event in profiled.events())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {},
+        {"mask": None, "use_cache": False},
+        {"mask": torch.linspace(0, 1, 24)},
+        {"use_cache": True, "shift": torch.ones(24), "other": object()},
+        {"shift": None},
+    ],
+    ids=lambda named: ",".join(named),
+)
+def test_arguments_by_name(named, training):
+    model, x = Named(nn.LayerNorm).train(training), torch.randn(3, 5, 24)
+    fused = copy.deepcopy(model)
+    fuse(fused)
+    for call in (partial(adds, x=x), lambda model, **named: adds(model, x, **named)):
+        (expected, before), (found, after) = (call(each, **named) for each in (model, fused))
+        assert after == before - 1
+        torch.testing.assert_close(found, expected)
+    for wrong in (((), {"mask": None}), ((x, None, False, 1), {}), ((x,), {"x": x})):
+        with pytest.raises(TypeError):
+            fused(*wrong[0], **wrong[1])
+    fused.twice = model.twice = True  # which the graphs do not know
+    assert adds(fused, x, **named)[1] == before
+    torch.testing.assert_close(fused(x, **named), model(x, **named))
+
+
+def test_more_ways_of_calling_than_graphs_are_kept_for():
+    model, x = Named(nn.LayerNorm), torch.randn(3, 5, 24)
+    fused = copy.deepcopy(model)
+    fuse(fused)
+    for number in range(30):
+        torch.testing.assert_close(fused(x, number=number), model(x, number=number))
+    assert adds(fused, x, number=0)[1] < adds(fused, x, number=29)[1] == adds(model, x)[1]
+
+
+@compilers
+def test_arguments_by_name_compile_in_one_graph(backend):
+    x, mask = torch.randn(4, 24), torch.linspace(0, 1, 24)
+    for before in (False, True):  # a call that made a graph
+        torch.compiler.reset()
+        model = Named(nn.LayerNorm)
+        expected = model(x, mask=mask, shift=mask)
+        fuse(model)
+        if before:
+            model(x, mask=mask, shift=mask)
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        torch.testing.assert_close(compiled(x, mask=mask, shift=mask), expected)
 
 
 def embedding(padding=0, kernel=8, stride=8, **options):
@@ -480,6 +552,7 @@ def of_transformers(name, kind="Model", **sizes):
 SMALL = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL["intermediate_size"] = 48
 VIT = partial(of_timm, "vit_tiny_patch16_224", depth=2, img_size=32)
+VISION = partial(of_torchvision, 32, 16, 2, 2, 24, 48)
 CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 16), "conv_mlp": False}
 SWIN = {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 8, "img_size": 56}
 # A model, pixels of an image that it takes or None for words, its norms, of these with an add,
@@ -488,16 +561,7 @@ LIBRARIES = {
     "ViT of timm": (VIT, 32, 5, 2, "bias", 2, 2, 1),
     "ConvNeXt": (partial(of_timm, "convnext_atto", **CONVNEXT), 64, 9, 0, "bias", 4),
     "Swin": (partial(of_timm, "swin_tiny_patch4_window7_224", **SWIN), 56, 7, 0, "bias", 2),
-    "ViT of torchvision": (
-        partial(of_torchvision, 32, 16, 2, 2, 24, 48),
-        32,
-        5,
-        2,
-        "bias",
-        2,
-        0,
-        1,
-    ),
+    "ViT of torchvision": (VISION, 32, 5, 2, "bias", 2, 0, 1),
     "Llama": (partial(of_transformers, "Llama", **SMALL), None, 5, 2, "product", 2),
     "GPT2": (partial(of_transformers, "GPT2", **SMALL), None, 5, 2, "bias", 2),
     "Bert": (partial(of_transformers, "Bert", **SMALL), None, 5, 4, "bias", 2),
@@ -510,21 +574,32 @@ def test_models_of_libraries(name):
     model = make().eval()
     x = torch.randn(2, 3, side, side) if side else torch.arange(12).view(2, 6)
     pick = (lambda y: y) if side else (lambda y: y[0])
-    expected = model(x)
+    plain, expected = copy.deepcopy(model), model(x)
     report = fuse(model)
     assert not report.left, report
     found = Counter(report.fused.values())
     alone = norms - with_add
     counts = {"alone": alone, "with add": with_add, f"with {beside_acts}": acts}
-    counts |= zip(("with split", "as a product"), others)
+    counts |= zip(("with split", "as a product"), others or (0, 0), strict=True)
     assert found == Counter(counts), report
     for op, count in (("norm", norms), ("activation", acts)):
         found, passed = passes(model, x, op=op)
         assert passed == count
     torch.testing.assert_close(pick(found), pick(expected), rtol=1e-4, atol=1e-4)
+    assert adds(plain, x)[1] - adds(model, x)[1] >= with_add
     pick(model.train()(x)).float().square().mean().backward()
     for name in report.fused:
         assert all(p.grad.isfinite().all() for p in model.get_submodule(name).parameters())
+
+
+def test_gradient_checkpointing_after_fusing():
+    model = of_transformers("GPT2", **SMALL).train()
+    fuse(model)
+    counts = []
+    model.h[0].mlp.register_forward_pre_hook(lambda *_: counts.append(1))
+    model.gradient_checkpointing_enable()
+    model(torch.arange(12).view(2, 6)).last_hidden_state.sum().backward()
+    assert len(counts) == 2
 
 
 def test_encoder_layers_of_torch():

@@ -32,7 +32,7 @@ def split_qkv(packed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     if packed.dim() < 2 or packed.shape[-1] % (3 * heads):
         raise ValueError(
-            f"packed has shape {tuple(packed.shape)}; it has to be (..., tokens, 3 * {heads} * width)."
+            f"packed has to be (..., tokens, {3 * heads} * width); it is {tuple(packed.shape)}."
         )
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(-3, -2) for part in packed.chunk(3, -1))
     return q, k, v

@@ -259,7 +259,7 @@ def _forward_from_graphs(
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args))
+        given = dict(zip(names, args, strict=False))
         given.update(kwargs)
         if len(args) > len(names) or len(given) < len(args) + len(kwargs):
             return original(self, *args, **kwargs)

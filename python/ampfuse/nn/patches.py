@@ -29,7 +29,7 @@ def patch_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         Shape (N, O, H // height, W // width), in ``torch.channels_last`` if `x` or `weight` is.
 
     Raises:
-        ValueError: `x` is no such image, has other channels than `weight`, or is smaller than a patch.
+        ValueError: `x` has other dimensions or channels, or is smaller than a patch.
 
     Source: the patch embedding of ViT (Dosovitskiy et al. 2020), ``F.conv2d``.
     """
