@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -70,7 +71,7 @@ def _permutation(node: fx.Node) -> list[int] | None:
     """The dimensions of ``permute``; None where `node` is something else."""
     if called(node) not in ("permute", torch.permute) or node.kwargs:
         return None
-    dims = node.args[1:]
+    dims: Any = node.args[1:]
     if len(dims) == 1 and isinstance(dims[0], tuple | list):
         dims = tuple(dims[0])
     return [d % len(dims) for d in dims] if all(isinstance(d, int) for d in dims) else None

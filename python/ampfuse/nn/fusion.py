@@ -70,23 +70,29 @@ PARTS = ("norms", "activations", "attention", "patches", "loss")
 
 
 def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
-    """Fuse the norms and activations of `model`, in place.
+    """Fuse the norms and activations of `model` with what is beside them, and more, in place.
 
     A batch norm with the add and the ReLU that follow it; a layer or RMS norm (torch's, timm's, and
     those of Llama and its kin in transformers) with the add before it, or by itself; a GELU or SiLU
     (theirs) with the bias of the linear layer before it or the product behind it, or by itself.
-    transformers' causal language models compute their loss by :func:`ampfuse.nn.cross_entropy`.
+    A packed projection of queries, keys and values (``permute(...).unbind(0)``, as timm has it) is
+    taken apart before it is permuted, see :func:`split_qkv`. A convolution of patches that do not
+    overlap is a product, see :func:`patch_conv2d`: of at least 8 pixels each way, on a CPU in half
+    precision. transformers' causal language models compute their loss by
+    :func:`ampfuse.nn.cross_entropy`.
 
     Results are those of the model as it was, but for rounding. Call it when the model is complete:
     what a ``forward`` reads of its module, other than parameters, buffers and the mode, stays as it
-    is now. A module may still be exchanged or get hooks; these then run. A call with
-    optional arguments runs the original ``forward``.
+    is now. Where a number, a string or a flag of the module is another than it was, the original
+    ``forward`` runs. A module may still be exchanged or get hooks; these then run. The first call
+    with other arguments by name than before traces ``forward`` once more; under ``torch.compile``
+    such a call runs the original.
 
     ``torch.fx``, ``torch.jit.script`` and ``nn.DataParallel`` take a model after :func:`unfuse`.
 
     Arguments:
-        parts: of ``"norms"``, ``"activations"`` and ``"loss"`` those that are fused; the report
-            knows no others.
+        parts: those of ``"norms"``, ``"activations"``, ``"attention"``, ``"patches"`` and
+            ``"loss"`` that are fused; the report knows no others.
 
     Returns:
         What was fused, and what was left and why.
