@@ -304,9 +304,12 @@ def test_arguments_by_name(named, training):
     for wrong in (((), {"mask": None}), ((x, None, False, 1), {}), ((x,), {"x": x})):
         with pytest.raises(TypeError):
             fused(*wrong[0], **wrong[1])
-    fused.twice = model.twice = True  # which the graphs do not know
-    assert adds(fused, x, **named)[1] == before
-    torch.testing.assert_close(fused(x, **named), model(x, **named))
+    for twice in (True, torch.tensor([0, 1]).any(), False):  # as which graphs were made
+        fused.twice = model.twice = twice
+        for more in (named, named | {"then": twice}):
+            (expected, _), (found, after) = (adds(each, x, **more) for each in (model, fused))
+            assert after == before - (twice is False)
+            torch.testing.assert_close(found, expected)
 
 
 def test_more_ways_of_calling_than_graphs_are_kept_for():

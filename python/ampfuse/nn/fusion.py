@@ -265,9 +265,9 @@ def _forward_from_graphs(
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False))
-        given.update(kwargs)
-        if len(args) > len(names) or len(given) < len(args) + len(kwargs):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        as_it_was = all(kind_of(getattr(self, name, None)) == kind for name, kind in settings)
+        if not as_it_was or len(given) != len(args) + len(kwargs):
             return original(self, *args, **kwargs)
         given = {k: v for k, v in given.items() if k not in defaults or v is not defaults[k]}
         call = Call(self.training, tuple((name, kind_of(given[name])) for name in given))
@@ -277,7 +277,7 @@ def _forward_from_graphs(
             except Untraceable:
                 variants[call] = None
         variant = variants.get(call)
-        if variant is None or any(getattr(self, name, None) != was for name, was in settings):
+        if variant is None:
             return original(self, *args, **kwargs)
         return variant(self, *(given[name] for name, kind in call.arguments if is_taken(kind)))
 
@@ -289,12 +289,13 @@ _OF_ALL_MODULES = frozenset(dir(nn.Module()))
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    """The constants among the attributes of `module` and its class, which a graph may depend on."""
+    """The kinds of the constants among the attributes of `module` and its class, which a graph may
+    depend on."""
     found = []
     for name in dir(module):
         if name[0] != "_" and name not in _OF_ALL_MODULES:
             value = inspect.getattr_static(module, name, Ellipsis)
-            found += [(name, value)] if is_constant(value) else []
+            found += [(name, kind_of(value))] if is_constant(value) else []
     return found
 
 
