@@ -595,6 +595,18 @@ def test_models_of_libraries(name):
         assert all(p.grad.isfinite().all() for p in model.get_submodule(name).parameters())
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_vision_transformer_at_each_level(level):
+    losses = {}
+    for fused in (False, True):
+        torch.manual_seed(0)
+        losses[fused] = losses_at(
+            *(level, fused, VIT(), partial(torch.optim.SGD, lr=0.01), torch.randn(3, 4, 3, 32, 32)),
+            lambda model, x: nn.functional.cross_entropy(model(x), torch.arange(4) % 3),
+        )
+    assert losses[True] == pytest.approx(losses[False], rel=0.03)
+
+
 def test_gradient_checkpointing_after_fusing():
     model = of_transformers("GPT2", **SMALL).train()
     fuse(model)
