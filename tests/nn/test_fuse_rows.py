@@ -504,7 +504,11 @@ def test_compiles_in_one_graph(backend, name):
     fuse(model)
     x = torch.randn(4, 24)
     expected = run(model, [x])
-    assert_same(run(torch.compile(model, fullgraph=True, backend=backend), [x]), expected, 1e-6)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    assert_same(run(compiled, [x]), expected, 1e-6)
+    with profile() as profiled:
+        compiled(x)
+    assert not [e for e in profiled.events() if e.name.startswith("ampfuse")]  # the compiler's
 
 
 def losses_at(level, fused, model, make_optimizer, batches, loss_of):

@@ -88,6 +88,9 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
     with other arguments by name than before traces ``forward`` once more; under ``torch.compile``
     such a call runs the original.
 
+    Under ``torch.compile`` layer and RMS norms and activations are the compiler's, which fuses them
+    with more than this does, and as fast; batch norms, splits and patch embeddings stay fused.
+
     ``torch.fx``, ``torch.jit.script`` and ``nn.DataParallel`` take a model after :func:`unfuse`.
 
     Arguments:
