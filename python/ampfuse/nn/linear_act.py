@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ _CURVES = {
     "transformers.activations.SiLUActivation.forward": "silu",
 }
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
-_BY_TORCH = {
+_BY_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
@@ -69,8 +70,9 @@ def linear_act(linear: Any, act: nn.Module | str, x: Tensor) -> Tensor:
     """
     curve = act if isinstance(act, str) else curve_of(act)
     bare = (linear,) if isinstance(act, str) else (linear, act)
-    fits = curve is not None and is_linear(linear) and linear.bias is not None and are_bare(bare)
-    if torch.compiler.is_compiling() or not fits:  # a compiler fuses them with more than we do
+    left = torch.compiler.is_compiling()  # a compiler fuses them with more than we do
+    fits = is_linear(linear) and linear.bias is not None and are_bare(bare)
+    if curve is None or left or not fits:
         y = linear(x)
         return _BY_TORCH[act](y) if isinstance(act, str) else act(y)
     weight = linear.weight.t() if _has_rows(linear) else linear.weight
