@@ -14,8 +14,8 @@ memory. Arms, each in a process of its own (on a GPU torch's in one, ours in ano
     O5                    amp.initialize: a BF16 model with FP32 masters, fused
     O5, compiled          the same under torch.compile
     O5, unfused           without ampfuse.nn.fuse
-    O5, torch's loss      --parts: with F.cross_entropy of FP32 logits; likewise "O5, torch's norms"
-                          and "O5, torch's activations"
+    O5, torch's loss      --parts: with F.cross_entropy of FP32 logits; likewise "O5, torch's
+                          norms", "activations", "attention" and "patches"
     O5, clipped           --parts: with ampfuse's clip_grad_norm_; "O5, torch's clipping": by
                           torch.nn.utils, of the masters' gradients
     O5, recomputed        fused, under ampfuse.nn.recompute_norms; nets with batch norms
@@ -70,6 +70,7 @@ NETS = {
 TEXTS = "gpt", "bert_small", "lstm_tagger"
 NORMED = "resnet18", "resnet50", "vgg16", "wrn16_4", "seresnext50_32x4d", "densenet161"
 TINY = "mlp", "transformer"
+FUSED = "norms", "activations", "attention", "patches"
 WORDS = 16384
 
 
@@ -166,7 +167,7 @@ class Ours(Step):
         self,
         *arguments: Any,
         level: str = "O5",
-        fuse: Sequence[str] = ("norms", "activations"),
+        fuse: Sequence[str] = FUSED,
         clip: str = "",
         torchs_loss: bool = False,
         recompute: bool = False,
@@ -248,8 +249,10 @@ OURS: Arms = {
 }
 PARTS: Arms = {
     "O5, torch's loss": partial(Ours, torchs_loss=True),
-    "O5, torch's norms": partial(Ours, fuse=("activations",)),
-    "O5, torch's activations": partial(Ours, fuse=("norms",)),
+    **{
+        f"O5, torch's {part}": partial(Ours, fuse=[other for other in FUSED if other != part])
+        for part in FUSED
+    },
     "O5, clipped": partial(Ours, clip="ours"),
     "O5, torch's clipping": partial(Ours, clip="torch's"),
 }

@@ -175,7 +175,7 @@ def test_readme_script_trains(caplog):
     names: dict = {}
     with caplog.at_level("INFO", "ampfuse.amp"):
         exec(code, names)
-    assert "1 of 1 norms and activations fused" in caplog.text
+    assert "1 of 1 places fused" in caplog.text
     assert names["model"][0].weight.dtype == torch.bfloat16
     assert names["loss"].item() < 0.3  # of log(2)
 

@@ -127,7 +127,9 @@ def test_nothing_counts():
 
 def test_wrong_arguments_are_told():
     logits, target = logits_of(3, 5, torch.bfloat16), targets_of(3, 5)
-    with pytest.raises(IndexError, match=r"target 5 is out of range for 5 classes .* ignore_index, -100"):
+    with pytest.raises(
+        IndexError, match=r"target 5 is out of range for 5 classes .* ignore_index, -100"
+    ):
         cross_entropy(logits, torch.tensor([0, 5, 1]))
     with pytest.raises(IndexError, match="target -1 is none"):
         cross_entropy(logits, torch.tensor([0, 4, -1]))

@@ -326,7 +326,7 @@ def test_what_is_left_says_why(name):
 
 def test_nothing_to_fuse():
     model = nn.Sequential(nn.Linear(2, 2))
-    assert str(fuse(model)) == "no norms or activations"
+    assert str(fuse(model)) == "nothing to fuse"
     assert not fuse(nn.BatchNorm2d(2)).fused
 
 
@@ -439,7 +439,7 @@ def test_initialize(level, several, calls, caplog):
     caplog.set_level("INFO", "ampfuse.amp")
     assert amp.initialize(given, opt_level=level, fuse=True) is given
     assert "fuse=True" in caplog.text
-    assert "1 of 1 norms and activations fused" in caplog.text
+    assert "1 of 1 places fused" in caplog.text
     for model in models[: 1 + several]:
         model(torch.randn(2, 2, 3, 3)).sum().backward()
     assert len(calls) == 1 + several

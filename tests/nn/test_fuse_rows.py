@@ -134,7 +134,7 @@ def test_models_as_people_write_them(name):
     expected, keys = run(model, [x]), list(model.state_dict())
     report = fuse(model)
     assert (report.fused, report.left) == (fused, {})
-    assert report.summary == f"{len(fused)} of {len(fused)} norms and activations fused"
+    assert report.summary == f"{len(fused)} of {len(fused)} places fused"
     assert list(model.state_dict()) == keys
     assert_same(run(model, [x]), expected, 1e-6)
     for other in (model, copy.deepcopy(model)):
@@ -147,7 +147,13 @@ def test_models_as_people_write_them(name):
 
 
 @pytest.mark.parametrize(
-    ("parts", "fused"), [(["norms"], {"0.norm1", "0.norm2"}), (["activations"], {"2"}), ([], set())]
+    ("parts", "fused"),
+    [
+        (["norms"], {"0.norm1", "0.norm2"}),
+        (["activations"], {"2"}),
+        (["attention"], set()),
+        ([], set()),
+    ],
 )
 def test_parts(parts, fused):
     model = nn.Sequential(PreNorm(nn.LayerNorm), nn.Linear(24, 40), nn.GELU())
@@ -163,6 +169,213 @@ def test_parts(parts, fused):
             ValueError, match=r'parts is .*; it has to list .*, as \["norms"\] does'
         ):
             fuse(model, wrong)
+
+
+class Attention(nn.Module):
+    """As in timm, but for its ``forward``."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def packed(self, x):
+        images, tokens, _ = x.shape
+        return self.qkv(x).reshape(images, tokens, 3, 2, 12)
+
+    def attend(self, q, k, v, mask):
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Unbound(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.packed(x).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.attend(q, k, v, mask)
+
+
+class ByFunctions(Attention):
+    def forward(self, x, *, mask=None):
+        packed = torch.permute(self.packed(x), (2, 0, 3, -4, 4))
+        q, k, v = torch.unbind(packed, dim=0)
+        return self.attend(q, k, v, mask)
+
+
+class Indexed(Attention):
+    def forward(self, x, mask=None):
+        packed = self.packed(x).permute(2, 0, 3, 1, 4)
+        return self.attend(packed[0], packed[1], packed[-1], mask)
+
+
+class Written(Attention):
+    def forward(self, x, mask=None):
+        packed = self.packed(x).permute(2, 0, 3, 1, 4)
+        q = packed[0]
+        q *= 2
+        return self.attend(q, packed[1], packed[2], mask)
+
+
+class UsedWhole(Attention):
+    def forward(self, x, mask=None):
+        packed = self.packed(x).permute(2, 0, 3, 1, 4)
+        return self.attend(packed[0], packed[1], packed.sin()[2], mask)
+
+
+class AnotherDimension(Attention):
+    def forward(self, x, mask=None):
+        q, k, v = self.packed(x).permute(0, 3, 2, 1, 4).unbind(2)
+        return self.attend(q, k, v, mask)
+
+
+TAKEN_APART = Unbound, ByFunctions, Indexed
+
+
+def permutations(model, x, **named):
+    """How often a forward pass permutes: each part of a projection, or the whole."""
+    with profile() as profiled:
+        model(x, **named)
+    return sum(event.name == "aten::permute" for event in profiled.events())
+
+
+@pytest.mark.parametrize("attention", [*TAKEN_APART, Written, UsedWhole, AnotherDimension])
+def test_attention(attention):
+    model, x = attention(), torch.randn(3, 5, 24)
+    expected, fused = run(model, [x]), copy.deepcopy(model)
+    report = fuse(fused, ["attention"])
+    assert report.fused == ({"qkv": "with split"} if attention in TAKEN_APART else {})
+    assert_same(run(fused, [x]), expected, 0.0)
+    for mask in (None, torch.ones(5, 5, dtype=torch.bool).tril()):
+        assert permutations(fused, x, mask=mask) == (3 if report.fused else 1)
+        torch.testing.assert_close(fused(x, mask=mask), model(x, mask=mask), rtol=0, atol=0)
+    unfuse(fused)
+    assert permutations(fused, x) == 1
+
+
+@pytest.mark.parametrize("attention", [Unbound, Indexed])
+@compilers
+def test_attention_compiles_in_one_graph(backend, attention):
+    model, x = attention(), torch.randn(4, 5, 24)
+    expected = run(model, [x])
+    fuse(model)
+    assert_same(run(torch.compile(model, fullgraph=True, backend=backend), [x]), expected, 1e-6)
+
+
+class Named(PreNorm):
+    """A block of a decoder: arguments by name, some for the layers inside it, and a setting."""
+
+    twice = False
+
+    def forward(self, x, mask=None, use_cache=False, **more):
+        y = self.mix(self.norm1(x))
+        if mask is not None:
+            y = y * mask
+        if more.get("shift") is not None:
+            y = y + more["shift"]
+        x = x + (2 * y if use_cache or self.twice else y)
+        return x + self.mlp(self.norm2(x))
+
+
+def adds(model, *inputs, **named):
+    """The result, and how often it adds outside of norms."""
+    with profile() as profiled:
+        result = model(*inputs, **named)
+    return result, sum(event.name == "aten::add" for event in profiled.events())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {},
+        {"mask": None, "use_cache": False},
+        {"mask": torch.linspace(0, 1, 24)},
+        {"use_cache": True, "shift": torch.ones(24), "other": object()},
+        {"shift": None},
+    ],
+    ids=lambda named: ",".join(named),
+)
+def test_arguments_by_name(named, training):
+    model, x = Named(nn.LayerNorm).train(training), torch.randn(3, 5, 24)
+    fused = copy.deepcopy(model)
+    fuse(fused)
+    for call in (partial(adds, x=x), lambda model, **named: adds(model, x, **named)):
+        (expected, before), (found, after) = (call(each, **named) for each in (model, fused))
+        assert after == before - 1
+        torch.testing.assert_close(found, expected)
+    for wrong in (((), {"mask": None}), ((x, None, False, 1), {}), ((x,), {"x": x})):
+        with pytest.raises(TypeError):
+            fused(*wrong[0], **wrong[1])
+    for twice in (True, torch.tensor([0, 1]).any(), False):  # as which graphs were made
+        fused.twice = model.twice = twice
+        for more in (named, named | {"then": twice}):
+            (expected, _), (found, after) = (adds(each, x, **more) for each in (model, fused))
+            assert after == before - (twice is False)
+            torch.testing.assert_close(found, expected)
+
+
+def test_more_ways_of_calling_than_graphs_are_kept_for():
+    model, x = Named(nn.LayerNorm), torch.randn(3, 5, 24)
+    fused = copy.deepcopy(model)
+    fuse(fused)
+    for number in range(30):
+        torch.testing.assert_close(fused(x, number=number), model(x, number=number))
+    assert adds(fused, x, number=0)[1] < adds(fused, x, number=29)[1] == adds(model, x)[1]
+
+
+@compilers
+def test_arguments_by_name_compile_in_one_graph(backend):
+    x, mask = torch.randn(4, 24), torch.linspace(0, 1, 24)
+    for before in (False, True):  # a call that made a graph
+        torch.compiler.reset()
+        model = Named(nn.LayerNorm)
+        expected = model(x, mask=mask, shift=mask)
+        fuse(model)
+        if before:
+            model(x, mask=mask, shift=mask)
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        torch.testing.assert_close(compiled(x, mask=mask, shift=mask), expected)
+
+
+def embedding(padding=0, kernel=8, stride=8, **options):
+    return nn.Sequential(nn.Conv2d(3, 6, kernel, stride, padding, **options), nn.Flatten(2))
+
+
+PATCHES = {
+    "square": (embedding(), True),
+    "oblong": (embedding(kernel=(8, 10), stride=(8, 10), padding="valid", bias=False), True),
+    "small": (embedding(kernel=4, stride=4), False),
+    "padded": (embedding(padding=1), False),
+    "apart": (embedding(stride=9), False),
+    "dilated": (embedding(dilation=2), False),
+    "in groups": (embedding(groups=3), False),
+}
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", PATCHES)
+def test_patches(name, form):
+    model, taken = PATCHES[name]
+    model = copy.deepcopy(model).to(bf16, memory_format=form)
+    x = torch.randn(2, 3, 25, 34).to(bf16, memory_format=form)  # not all of it in patches
+    expected = run(model, [x])
+    fused = copy.deepcopy(model)
+    assert fuse(fused).fused == ({"0": "as a product"} if taken else {})
+    with profile() as profiled:
+        y = fused[0](x)
+    assert any(event.key == "aten::linear" for event in profiled.key_averages()) == taken
+    assert y.stride() == model[0](x).stride()
+    assert_same(run(fused, [x]), expected, 0.02)
+    for other in (x.float()[0], x[0], x[:, :, :7], x[:, :2]):  # these are torch's
+        results = []
+        for each in (model, fused):
+            try:
+                results.append(each[0](other))
+            except RuntimeError as error:
+                results.append(str(error))
+        same = torch.equal if isinstance(results[0], torch.Tensor) else str.__eq__
+        assert same(*results)
+    for each in (model, fused):
+        each[0].stride = (9, 9)
+    torch.testing.assert_close(fused[0](x), model[0](x))
 
 
 def double(module, args, output):
@@ -291,7 +504,11 @@ def test_compiles_in_one_graph(backend, name):
     fuse(model)
     x = torch.randn(4, 24)
     expected = run(model, [x])
-    assert_same(run(torch.compile(model, fullgraph=True, backend=backend), [x]), expected, 1e-6)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    assert_same(run(compiled, [x]), expected, 1e-6)
+    with profile() as profiled:
+        compiled(x)
+    assert not [e for e in profiled.events() if e.name.startswith("ampfuse")]  # the compiler's
 
 
 def losses_at(level, fused, model, make_optimizer, batches, loss_of):
@@ -342,15 +559,16 @@ def of_transformers(name, kind="Model", **sizes):
 SMALL = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL["intermediate_size"] = 48
 VIT = partial(of_timm, "vit_tiny_patch16_224", depth=2, img_size=32)
+VISION = partial(of_torchvision, 32, 16, 2, 2, 24, 48)
 CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 16), "conv_mlp": False}
 SWIN = {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 8, "img_size": 56}
 # A model, pixels of an image that it takes or None for words, its norms, of these with an add,
-# what its activations take with them, and how many there are.
+# what its activations take with them, and how many there are; then, splits and patch embeddings.
 LIBRARIES = {
-    "ViT of timm": (VIT, 32, 5, 2, "bias", 2),
+    "ViT of timm": (VIT, 32, 5, 2, "bias", 2, 2, 1),
     "ConvNeXt": (partial(of_timm, "convnext_atto", **CONVNEXT), 64, 9, 0, "bias", 4),
     "Swin": (partial(of_timm, "swin_tiny_patch4_window7_224", **SWIN), 56, 7, 0, "bias", 2),
-    "ViT of torchvision": (partial(of_torchvision, 32, 16, 2, 2, 24, 48), 32, 5, 2, "bias", 2),
+    "ViT of torchvision": (VISION, 32, 5, 2, "bias", 2, 0, 1),
     "Llama": (partial(of_transformers, "Llama", **SMALL), None, 5, 2, "product", 2),
     "GPT2": (partial(of_transformers, "GPT2", **SMALL), None, 5, 2, "bias", 2),
     "Bert": (partial(of_transformers, "Bert", **SMALL), None, 5, 4, "bias", 2),
@@ -359,24 +577,48 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_models_of_libraries(name):
-    make, side, norms, with_add, beside_acts, acts = LIBRARIES[name]
+    make, side, norms, with_add, beside_acts, acts, *others = LIBRARIES[name]
     model = make().eval()
     x = torch.randn(2, 3, side, side) if side else torch.arange(12).view(2, 6)
     pick = (lambda y: y) if side else (lambda y: y[0])
-    expected = model(x)
+    plain, expected = copy.deepcopy(model), model(x)
     report = fuse(model)
     assert not report.left, report
     found = Counter(report.fused.values())
     alone = norms - with_add
     counts = {"alone": alone, "with add": with_add, f"with {beside_acts}": acts}
+    counts |= zip(("with split", "as a product"), others or (0, 0), strict=True)
     assert found == Counter(counts), report
     for op, count in (("norm", norms), ("activation", acts)):
         found, passed = passes(model, x, op=op)
         assert passed == count
     torch.testing.assert_close(pick(found), pick(expected), rtol=1e-4, atol=1e-4)
+    assert adds(plain, x)[1] - adds(model, x)[1] >= with_add
     pick(model.train()(x)).float().square().mean().backward()
     for name in report.fused:
         assert all(p.grad.isfinite().all() for p in model.get_submodule(name).parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_vision_transformer_at_each_level(level):
+    losses = {}
+    for fused in (False, True):
+        torch.manual_seed(0)
+        losses[fused] = losses_at(
+            *(level, fused, VIT(), partial(torch.optim.SGD, lr=0.01), torch.randn(3, 4, 3, 32, 32)),
+            lambda model, x: nn.functional.cross_entropy(model(x), torch.arange(4) % 3),
+        )
+    assert losses[True] == pytest.approx(losses[False], rel=0.03)
+
+
+def test_gradient_checkpointing_after_fusing():
+    model = of_transformers("GPT2", **SMALL).train()
+    fuse(model)
+    counts = []
+    model.h[0].mlp.register_forward_pre_hook(lambda *_: counts.append(1))
+    model.gradient_checkpointing_enable()
+    model(torch.arange(12).view(2, 6)).last_hidden_state.sum().backward()
+    assert len(counts) == 2
 
 
 def test_encoder_layers_of_torch():

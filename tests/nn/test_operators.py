@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.profiler import profile
 
-from ampfuse.nn import add_layer_norm, add_rms_norm, cross_entropy
+from ampfuse.nn import add_layer_norm, add_rms_norm, cross_entropy, patch_conv2d, split_qkv
 from cases import bf16, f16, f32
 from conftest import compilers
 
@@ -22,7 +24,7 @@ def loss(x):
     return [cross_entropy(x, target, weight, ignore_index=third, label_smoothing=0.1)]
 
 
-# The last one takes rows, the others rows, more of the same shape, and a value for each column.
+# The last ones take rows, the others rows, more of the same shape, and a value for each column.
 OPERATORS = {
     "gelu": lambda x, up, bias: [ops.activation(x, up, bias, "gelu")],
     "gelu_tanh": lambda x, up, bias: [ops.activation(x, up, bias, "gelu_tanh")],
@@ -143,3 +145,65 @@ def test_they_are_operators_as_torch_wants_them():
         (ops.cross_entropy, x, torch.tensor([0, 29, 7, 3]), None, -100, 0.1),
     ):
         torch.library.opcheck(op, tuple(arguments))
+
+
+# ---- of torch's operations -----------------------------------------------------------------------
+
+
+def test_a_split_gives_views_whose_gradient_is_copied_once():
+    packed = torch.randn(2, 5, 3 * 4 * 6, requires_grad=True)
+    parts = split_qkv(packed, heads=4)
+    for part, right in zip(parts, packed.view(2, 5, 3, 4, 6).permute(2, 0, 3, 1, 4), strict=True):
+        assert torch.equal(part, right)
+        assert part.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
+    gradients = [torch.randn(2, 5, 4, 6).transpose(1, 2) for _ in parts]  # as attention gives them
+    with profile(profile_memory=True) as profiled:
+        (found,) = torch.autograd.grad(parts, packed, gradients)
+    rows = torch.stack([gradient.transpose(1, 2) for gradient in gradients], 2)
+    assert torch.equal(found, rows.flatten(2))
+    assert (
+        sum(max(e.self_cpu_memory_usage, 0) for e in profiled.key_averages()) == 4 * found.numel()
+    )
+    exact = packed.detach()[:, :2].double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: [p.sin() for p in split_qkv(x, 4)], exact)
+    for wrong in (packed[..., :-1], packed[0, 0]):
+        with pytest.raises(ValueError, match=r"has to be \(..., tokens, 12 \* width\); it is"):
+            split_qkv(wrong, heads=4)
+
+
+@pytest.mark.parametrize("of_weight", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("dtype", "error"), [(f32, 1e-5), (f16, 2e-3), (bf16, 2e-2)])
+def test_a_convolution_of_patches(dtype, error, form, of_weight):
+    inputs = [torch.randn(2, 3, 9, 13), torch.randn(5, 3, 4, 6) / 9, torch.randn(5)]
+    x, weight, bias = (t.to(dtype) for t in inputs)
+    x, weight = x.contiguous(memory_format=form), weight.contiguous(memory_format=of_weight)
+    ours = [t.requires_grad_() for t in (x, weight, bias)]
+    exactly = [t.detach().double().requires_grad_() for t in ours]
+    for some in (slice(3), slice(2)):  # with a bias and without
+        y, right = patch_conv2d(*ours[some]), F.conv2d(*exactly[some], stride=(4, 6))
+        assert y.dtype == dtype
+        assert y.stride() == F.conv2d(*ours[some], stride=(4, 6)).stride()
+        factors = torch.randn(y.shape)
+        gradients = torch.autograd.grad(y, ours[some], factors.to(dtype))
+        expected = torch.autograd.grad(right, exactly[some], factors.to(dtype).double())
+        for a, b in zip((y, *gradients), (right, *expected), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=error, atol=error * b.abs().max().item())
+    assert torch.autograd.gradgradcheck(patch_conv2d, [t[:1] for t in exactly[:2]])
+    for wrong in (x[:, :2], x[0], x[:, :, :3]):
+        with pytest.raises(ValueError, match="has no patches of weight"):
+            patch_conv2d(wrong, weight)
+
+
+@compilers
+def test_they_compile_in_one_graph(backend):
+    def step(packed, image, weight):
+        q, k, v = split_qkv(packed, 2)
+        total = F.scaled_dot_product_attention(q, k, v).square().sum()
+        return total + patch_conv2d(image, weight).square().sum()
+
+    shapes = (2, 5, 24), (2, 3, 9, 9), (4, 3, 4, 4)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    found, expected = (torch.autograd.grad(run(*inputs), inputs) for run in (compiled, step))
+    torch.testing.assert_close(found, expected)

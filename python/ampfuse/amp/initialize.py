@@ -103,7 +103,7 @@ def initialize(
         init_scale, growth_factor, backoff_factor, growth_interval: of dynamic scaling.
         hysteresis: the scale backs off at this overflow since it last grew, and at each one after.
         allow_incoming_model_not_fp32: accept half parameters where no master will back them.
-        fuse: fuse norms and activations with what is beside them, see :func:`ampfuse.nn.fuse`.
+        fuse: fuse norms, activations and more, see :func:`ampfuse.nn.fuse`.
 
     Returns:
         ``models`` if `optimizers` is None, else ``(models, optimizers)``, in the shape given.

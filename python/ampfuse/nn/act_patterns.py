@@ -17,14 +17,6 @@ from ampfuse.nn.patterns import called, is_reader, module_of
 _PRODUCTS = (operator.mul, torch.mul, "mul")
 
 
-def calls_activations(module: nn.Module) -> bool:
-    """Whether the ``forward`` of `module` itself names a function that :func:`fuse_activations`
-    knows.
-    """
-    code = getattr(type(module).forward, "__code__", None)
-    return code is not None and not {"gelu", "silu"}.isdisjoint(code.co_names)
-
-
 def fuse_activations(graph: fx.Graph, root: nn.Module) -> dict[str, str]:
     """Rewrite the activations that `graph`, of a forward of `root`, calls with something beside
     them.

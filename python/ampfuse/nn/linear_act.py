@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,6 +26,11 @@ _CURVES = {
     "transformers.activations.SiLUActivation.forward": "silu",
 }
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+_BY_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
 _FEWEST = 16  # columns; of fewer a row is less than a vector
 
 
@@ -62,9 +70,11 @@ def linear_act(linear: Any, act: nn.Module | str, x: Tensor) -> Tensor:
     """
     curve = act if isinstance(act, str) else curve_of(act)
     bare = (linear,) if isinstance(act, str) else (linear, act)
-    if curve is None or not is_linear(linear) or linear.bias is None or not are_bare(bare):
+    left = torch.compiler.is_compiling()  # a compiler fuses them with more than we do
+    fits = is_linear(linear) and linear.bias is not None and are_bare(bare)
+    if curve is None or left or not fits:
         y = linear(x)
-        return bias_act(y, None, act) if isinstance(act, str) else act(y)
+        return _BY_TORCH[act](y) if isinstance(act, str) else act(y)
     weight = linear.weight.t() if _has_rows(linear) else linear.weight
     return bias_act(F.linear(x, weight), linear.bias, curve)
 
@@ -73,7 +83,7 @@ def act_mul(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     """``act(gate) * up``, fused if `act` is still what it seemed to be."""
     curve = curve_of(act)
     alike = gate.shape == up.shape and gate.dtype == up.dtype
-    if curve is None or not alike or not are_bare((act,)):
+    if curve is None or torch.compiler.is_compiling() or not alike or not are_bare((act,)):
         return act(gate) * up
     return gated_act(gate, up, curve)
 
@@ -82,6 +92,7 @@ def act_mul(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The ``forward`` that an activation by itself gets."""
     curve = curve_of(self)
-    if curve is None or len(args) != 1 or kwargs or args[0].shape[-1] < _FEWEST:
+    usual = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
+    if curve is None or not usual or args[0].shape[-1] < _FEWEST:
         return type(self).forward(self, *args, **kwargs)
     return bias_act(args[0], None, curve)

@@ -7,11 +7,12 @@ values, keeps something between calls, draws random numbers, or changes the grad
 from __future__ import annotations
 
 import contextlib
-import inspect
+import enum
+import functools
 import operator
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,31 +24,48 @@ class Untraceable(Exception):
     """A forward that is no graph; the message says why."""
 
 
-def required_arguments(cls: type[nn.Module]) -> list[str]:
-    """The arguments that a call of ``cls.forward`` has to give, without ``self``.
+class Call(NamedTuple):
+    """What a graph depends on in a call of a forward.
 
-    Raises:
-        Untraceable: one of them is keyword-only.
+    Attributes:
+        training: the mode.
+        arguments: the name of each argument and its kind, see :func:`kind_of`. An argument that
+            has its default is left out.
     """
-    _, *parameters = inspect.signature(cls.forward).parameters.values()
-    required = [
-        p
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if any(p.kind is p.KEYWORD_ONLY for p in required):
-        raise Untraceable(f"{cls.__name__}.forward has a keyword-only argument")
-    return [p.name for p in required]
+
+    training: bool
+    arguments: tuple[tuple[str, Any], ...]
 
 
-def trace(
-    module: nn.Module, cls: type[nn.Module], *, training: bool, arguments: type, values: type
-) -> fx.Graph:
-    """The graph of ``cls.forward`` on `module`, with its optional arguments left out.
+KINDS = (Tensor, list, tuple)
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, enum.Enum)
+
+
+def kind_of(argument: Any) -> Any:
+    """The type that a forward may ask for, one of KINDS if it is one; of a constant that and the
+    value, as a pair."""
+    for kind in KINDS:
+        if isinstance(argument, kind):
+            return kind
+    return (type(argument), argument) if is_constant(argument) else type(argument)
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a graph would hold `value` as it is."""
+    return isinstance(value, _CONSTANTS)
+
+
+def is_taken(kind: Any) -> bool:
+    """Whether a graph takes an argument of this kind, and does not hold it."""
+    return isinstance(kind, type)
+
+
+def trace(module: nn.Module, cls: type[nn.Module], call: Call, values: type) -> fx.Graph:
+    """The graph of ``cls.forward`` on `module`; it takes what is no constant in `call`.
 
     Arguments:
-        training: the mode that `module` and all in it are in.
-        arguments: what the arguments of forward say that they are, of :data:`KINDS`.
+        call: its mode is that of `module` and all in it, its types are what the arguments of
+            forward say that they are.
         values: what everything that is computed says that it is.
 
     Raises:
@@ -57,9 +75,9 @@ def trace(
     stand_in: nn.Module = object.__new__(cls)
     stand_in.__dict__ = module.__dict__
     drawn = random.getstate()
-    with _mode(module, training), _unchanged(module), _OnlyOfArguments():
+    with _mode(module, call.training), _unchanged(module), _OnlyOfArguments():
         try:
-            graph = _Tracer(required_arguments(cls), arguments, values).trace(stand_in)
+            graph = _Tracer(call, values).trace(stand_in)
         except Exception as error:  # whatever its lines make of a proxy
             reason = str(error).strip().split("\n")[0]
             raise Untraceable(f"{cls.__name__}.forward is no graph: {reason}") from error
@@ -72,19 +90,22 @@ def trace(
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, names: list[str], arguments: type, values: type) -> None:
+    def __init__(self, call: Call, values: type) -> None:
         # C++ parses a list of tensors before it asks a proxy that stands for one.
         super().__init__(autowrap_functions=(torch.cat, torch.stack))
         self._autowrap_search.append(torch)
-        self._names, self._arguments, self._values = names, arguments, values
+        self._arguments, self._values = dict(call.arguments), values
         self._context = _context()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
     def create_args_for_root(self, root_fn: Any, *_: Any) -> tuple[Any, list[Any]]:
-        inputs = [self.create_proxy("placeholder", name, (), {}) for name in self._names]
-        return root_fn, [self.root, *inputs]
+        inputs = {
+            name: self.create_proxy("placeholder", name, (), {}) if is_taken(kind) else kind[1]
+            for name, kind in self._arguments.items()
+        }
+        return functools.partial(root_fn, self.root, **inputs), []
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if _context() != self._context:
@@ -92,8 +113,8 @@ class _Tracer(fx.Tracer):
         return super().create_node(kind, *args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        said = self._arguments if node.op == "placeholder" else self._values
-        return _PROXIES[said](node, self)
+        said = self._arguments[str(node.target)] if node.op == "placeholder" else self._values
+        return _saying(said)(node, self)
 
     def create_arg(self, a: Any) -> Any:
         # Before anybody asks for its type.
@@ -139,13 +160,10 @@ for _name, _function in IN_PLACE.items():
     setattr(_Proxy, f"__{_name}__", _recorded(_function))
 
 
+@functools.cache
 def _saying(said: type) -> type[_Proxy]:
     """Proxies that ``isinstance`` takes for a `said`."""
     return type(f"_{said.__name__}Proxy", (_Proxy,), {"__class__": property(lambda _: said)})
-
-
-KINDS = (Tensor, list, tuple)
-_PROXIES: dict[type, type[_Proxy]] = {said: _saying(said) for said in KINDS}
 
 
 class _OnlyOfArguments(TorchFunctionMode):
