@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame as dynamo
 from torch._C._dynamo.eval_frame import set_eval_frame
 
-from ampfuse import _core, trees
+from ampfuse import _core, pytree
 from ampfuse.amp import cast_state, float32_output
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.policy import Policy
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.nn.forwards import WrappedForward, is_proxy, original_class
 from ampfuse.nn.forwards import eager_module as eager_module
-from ampfuse.optim.masters import HALF_DTYPES
 from ampfuse.optim.shards import is_sharded, local
 
 
@@ -188,7 +188,7 @@ def _cast_forward(
     kwargs: dict[str, Any],
 ) -> Any:
     if casts.inputs is not None:
-        args, kwargs = trees.cast(args, casts.inputs), trees.cast(kwargs, casts.inputs)
+        args, kwargs = pytree.cast(args, casts.inputs), pytree.cast(kwargs, casts.inputs)
 
     if casts.autocast is None or casts_are_disabled():
         covered = False
@@ -203,7 +203,7 @@ def _cast_forward(
             outputs = inner(*args, **kwargs)
     if casts.lazy_outputs and not covered:
         outputs = float32_output.widen(outputs, model)
-    return outputs if casts.outputs is None else trees.cast(outputs, casts.outputs)
+    return outputs if casts.outputs is None else pytree.cast(outputs, casts.outputs)
 
 
 def _device_type(model: nn.Module, arguments: Any) -> str:
@@ -211,7 +211,7 @@ def _device_type(model: nn.Module, arguments: Any) -> str:
     weights = itertools.chain(model.parameters(), model.buffers())
     first = next(weights, None)
     if first is None:
-        first = next(trees.tensors(arguments), None)
+        first = next(pytree.tensors(arguments), None)
     return "cpu" if first is None else first.device.type
 
 

@@ -34,11 +34,11 @@ from ampfuse.amp.casts import (
 from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
 from ampfuse.optim.checks import Rule, check
 from ampfuse.optim.inner import parameters, with_inner
-from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.optim.shards import is_sharded
 from ampfuse.optim.upgrade import FusedOptimizer, check_upgrade
 

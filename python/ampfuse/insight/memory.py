@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from ampfuse import trees
+from ampfuse import pytree
 from ampfuse._schema import STORAGES
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.insight.inputs import LossFunction, call, check_owned, check_types, same_random_numbers
 from ampfuse.insight.tables import aligned
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.inner import parameters, with_inner
-from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, gradient_as_it_is
+from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
 from ampfuse.optim.muon import step_bytes
 from ampfuse.optim.stored import storage_for
 
@@ -206,7 +207,7 @@ def _measured(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    for tensor in trees.tensors(value):
+    for tensor in pytree.tensors(value):
         parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
         yield from (part.untyped_storage() for part in parts)
 

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import is_installed
+from ampfuse.async_read import Sample, is_captured
 from ampfuse.insight.explanation import Explanation
 from ampfuse.insight.tracker import Tracker
 from ampfuse.optim.base import amp_optimizers
-from ampfuse.optim.skip_watch import Sample, is_captured
 from ampfuse.uncompiled import uncompiled
 
 _log = logging.getLogger("ampfuse.amp")

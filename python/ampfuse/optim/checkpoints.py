@@ -16,16 +16,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ampfuse._schema import ALGORITHMS, Algorithm
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.checks import COUNT, check
 from ampfuse.optim.inner import parameters, with_groups
-from ampfuse.optim.masters import (
-    HALF_DTYPES,
-    MASTERS,
-    MasterParameter,
-    exact_float32,
-    has_begun,
-    pop_master,
-)
+from ampfuse.optim.masters import MASTERS, MasterParameter, exact_float32, has_begun, pop_master
 from ampfuse.optim.shards import is_sharded, on_shards
 from ampfuse.optim.stored import FP32, Stored, storage_for
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ampfuse._schema import ALGORITHMS, Algorithm
+from ampfuse.dtypes import FLOAT_DTYPES
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.checks import ABOVE_0, NUMBER, check
 from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
 from ampfuse.optim.inner import is_empty
-from ampfuse.optim.masters import FLOAT_DTYPES
 from ampfuse.optim.options import FIXED, FLAGS, RULES, changed_too_late, check_options
 from ampfuse.optim.shards import local
 from ampfuse.optim.states import StateOfParameters, States

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.inner import parameters
-from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, leaf_of
+from ampfuse.optim.masters import MasterParameter, leaf_of
 from ampfuse.optim.parts import Part
 from ampfuse.optim.shards import local, placed_as
 from ampfuse.uncompiled import uncompiled

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.inner import with_inner
 from ampfuse.optim.shards import is_sharded, local, placed_as
-
-HALF_DTYPES = (torch.float16, torch.bfloat16)
-# What the kernels step and read.
-FLOAT_DTYPES = (torch.float32, *HALF_DTYPES)
 
 # What a state has its master under: whole, or beside a weight.
 MASTERS = {"master_param", "master_remainder"}

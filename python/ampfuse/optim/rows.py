@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse._schema import Algorithm
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import (
-    HALF_DTYPES,
     MasterParameter,
     exact_float32,
     install_masters,

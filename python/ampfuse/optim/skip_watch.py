@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
-from torch import Tensor
+from ampfuse.async_read import Sample, is_captured
 
 _log = logging.getLogger("ampfuse.optim")
 
@@ -67,41 +66,6 @@ class SkipWatch:
                 self._steps,
             )
         self._seen = count
-
-
-class Sample:
-    """Tensors of a device, on their way to the host."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self._events = []
-        self._copies: list[Tensor] = []
-        for tensor in tensors:
-            if not tensor.is_cuda:
-                self._copies.append(tensor.clone())
-                continue
-            # (By name: torch.set_default_device may say another.)
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            self._copies.append(copy.copy_(tensor, non_blocking=True))
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            self._events.append(torch.cuda.current_stream(device).record_event())
-
-    def has_arrived(self) -> bool:
-        return all(event.query() for event in self._events)
-
-    def tensors(self) -> list[Tensor]:
-        """The copies. Waits for them."""
-        for event in self._events:
-            event.synchronize()
-        return self._copies
-
-    def values(self) -> list[float]:
-        """Of tensors of one element."""
-        return [tensor.item() for tensor in self.tensors()]
-
-
-def is_captured(number: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded, which nothing may look into."""
-    return number.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _message(table: Any) -> str:

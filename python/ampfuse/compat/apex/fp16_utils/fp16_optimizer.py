@@ -18,9 +18,10 @@ from ampfuse.compat.apex.amp._amp_state import AmpOptimizerState
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.apex_C import unflatten
 from ampfuse.compat.apex.signatures import takes
+from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.optim import upgrade
 from ampfuse.optim.inner import parameters
-from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES, MasterParameter
+from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.parts import member
 
 
