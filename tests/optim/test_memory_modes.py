@@ -215,7 +215,7 @@ def amp_training(level, name, driver, mode):
         if step == 7:  # weights anew, masters exactly
             state = model.state_dict()
             new = {k: fractions(tuple(v.shape), i) + 0.75 for i, (k, v) in enumerate(state.items())}
-            optimizer.follow_edits()
+            optimizer.sync_masters_from_model()
             model.load_state_dict(new)
             names = {id(weight): name for name, weight in model.named_parameters()}
             for param in (p for group in optimizer.param_groups for p in group["params"]):

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+import ampfuse as _ampfuse
 from ampfuse import half_ops as _half_ops
-from ampfuse import plugs as _plugs
 from ampfuse.amp import function_casts as _function_casts
 from ampfuse.amp import no_sync as _no_sync
 from ampfuse.amp import session as _sessions
@@ -41,7 +41,7 @@ from ampfuse.amp.grad_scaler import GradScaler
 from ampfuse.amp.initialize import initialize
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.optim.inner import check_optimizer, parameters
+from ampfuse.optim.param_groups import check_optimizer, parameters
 
 if TYPE_CHECKING:
     from ampfuse.doctor import advise
@@ -74,7 +74,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return _plugs.at(f"{__name__}.{name}")
+    """The functions of layers above this one, which are imported at first use."""
+    if name == "advise":
+        return _ampfuse.doctor.advise
+    if name in ("explain_overflow", "memory_report"):
+        return getattr(_ampfuse.insight, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -87,9 +92,9 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         TypeError: `optimizer` is something else, such as the model.
     """
     check_optimizer(optimizer, "amp.master_params(optimizer)")
-    follow_edits = getattr(optimizer, "follow_edits", None)
-    if follow_edits is not None:
-        follow_edits()
+    sync_masters_from_model = getattr(optimizer, "sync_masters_from_model", None)
+    if sync_masters_from_model is not None:
+        sync_masters_from_model()
     return parameters(optimizer)
 
 

@@ -14,7 +14,7 @@ from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.base import driven, takes_scale
 from ampfuse.optim.fused import is_fused
-from ampfuse.optim.inner import check_optimizer, parameters
+from ampfuse.optim.param_groups import check_optimizer, parameters
 from ampfuse.uncompiled import uncompiled
 
 # The largest power of two in FP32. torch has no ceiling, but refuses to grow to inf.

@@ -37,8 +37,8 @@ from ampfuse.amp.scaler import LossScaler
 from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
-from ampfuse.optim.checks import Rule, check
-from ampfuse.optim.inner import parameters, with_inner
+from ampfuse.optim.options import Rule, check
+from ampfuse.optim.param_groups import parameters, with_inner
 from ampfuse.optim.shards import is_sharded
 from ampfuse.optim.upgrade import FusedOptimizer, check_upgrade
 

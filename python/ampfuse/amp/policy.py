@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.optim.checks import Rule, check
+from ampfuse.optim.options import Rule, check
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim.checks import COUNT, POSITIVE, Rule, check
+from ampfuse.optim.options import COUNT, POSITIVE, Rule, check
 from ampfuse.uncompiled import uncompiled
 
 # Without a floor, a NaN that does not go away halves the scale to 0, and 1 / scale is inf from then

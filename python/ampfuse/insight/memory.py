@@ -21,9 +21,9 @@ from ampfuse.insight.inputs import LossFunction, call, check_owned, check_types,
 from ampfuse.insight.tables import aligned
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import algorithm_of
-from ampfuse.optim.inner import parameters, with_inner
 from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
 from ampfuse.optim.muon import step_bytes
+from ampfuse.optim.param_groups import parameters, with_inner
 from ampfuse.optim.stored import storage_for
 
 KINDS = "weights gradients masters states accumulators average activations".split()

@@ -7,9 +7,10 @@ They take ``torch.optim``'s arguments, keep its state keys and load its state di
 
 from ampfuse.optim.adagrad import Adagrad
 from ampfuse.optim.adam import Adam, AdamW
-from ampfuse.optim.base import AmpOptimizer, LastStep
+from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.lamb import LAMB
 from ampfuse.optim.larc import LARC
+from ampfuse.optim.last_step import LastStep
 from ampfuse.optim.lion import Lion
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.muon import Muon

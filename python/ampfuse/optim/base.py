@@ -8,77 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ampfuse import plugs
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim import checkpoints
-from ampfuse.optim.inner import with_inner
-from ampfuse.optim.ledger import Ledger
+from ampfuse.optim.gradients import WithGradients
+from ampfuse.optim.last_step import LastStep, SkipWatch
 from ampfuse.optim.masters import has_begun
-from ampfuse.optim.options import RULES, WithOptions
-from ampfuse.optim.parts import member
-from ampfuse.optim.rows import Rows
-from ampfuse.optim.skip_watch import SkipWatch
-from ampfuse.uncompiled import Function, uncompiled
+from ampfuse.optim.options import RULES
+from ampfuse.optim.param_groups import with_inner
+from ampfuse.uncompiled import Function
 
 if TYPE_CHECKING:
-    from ampfuse._C import ParamTable
     from ampfuse.insight.meter import Meter
     from ampfuse.optim.larc import Layerwise
 
 
-def _copy_of(field: str) -> Callable[[Any], Tensor]:
-    return lambda last_step: last_step._table.inspector.state_field(field).clone()
-
-
-class LastStep:
-    """What an optimizer's last step decided, as device tensors; reading one is what waits.
-
-    Each is a 0-dim tensor on the parameters' device, copied at the time of asking.
-
-    Attributes:
-        skipped: float32, 1 if the step was skipped because a gradient held inf or NaN, else 0.
-        grad_norm: float32, the L2 norm of the unscaled gradients before clipping; NaN if they were
-            not finite. None if the step did not look: without scaling, clipping and skipping, or
-            where a GradScaler has, or after several passes of `scale_loss`.
-        loss_scale: float32, the scale the gradients were made with.
-    """
-
-    def __init__(self, table: ParamTable) -> None:
-        self._table = table
-
-    skipped = property(_copy_of("skip"))
-    grad_norm = property(
-        lambda self: _copy_of("grad_norm")(self) if self._table.plan.knew_norm else None
-    )
-    loss_scale = property(_copy_of("loss_scale"))
-
-    def overflow(self) -> dict[str, Any] | None:
-        """Where the latest overflow was, or None if there was none. Waits for the device.
-
-        Returns:
-            ``parameter`` (name of the first parameter whose gradient was not finite), ``kind``
-            (``"inf"`` or ``"nan"``) and ``skipped_steps`` (how many steps were skipped so far).
-        """
-        row = int(self._table.inspector.state_field("last_bad_row"))
-        if row < 0:
-            return None
-        bits = int(self._table.inspector.state_field("last_bad_bits"))
-        return {
-            "parameter": self._table.name(row),
-            "kind": "nan" if bits > 0x7F800000 else "inf",
-            "skipped_steps": int(self._table.inspector.state_field("skipped_steps")),
-        }
-
-
-class AmpOptimizer(WithOptions, Optimizer):
+class AmpOptimizer(WithGradients):
     """An optimizer that amp can scale, inspect and skip, in front of a class of torch's or others'.
 
     Its public methods are what the rest of ampfuse works with. Other attributes have names that no
@@ -94,17 +45,12 @@ class AmpOptimizer(WithOptions, Optimizer):
     # Whether one does where `skip_nonfinite` is None.
     skip_by_default: bool = False
 
-    _under_amp: bool = False
     # In a subclass of a fused optimizer whose step, and state, is not ours.
     _has_own_step = False
     # A 1 on the device while steps are rehearsed: each is skipped, whatever its gradients are.
     _rehearsal: Tensor | None = None
-    # While ampfuse.GradScaler drives a step; torch's does not know of masters.
-    _scaler_is_ours = False
     # Set by LARC for the time of a step of its own.
     _layerwise: Layerwise | None = None
-    # Within a swap_ema block.
-    _swapped = False
     # torch.distributed.checkpoint asked for states, and takes the state dict next.
     _is_asked_by_torch = False
     # The state dict that is being loaded.
@@ -121,22 +67,20 @@ class AmpOptimizer(WithOptions, Optimizer):
         "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp
     )
 
-    _rows = cached_property(Rows)
-    _ledger = cached_property(Ledger)
     _skip_watch = cached_property(lambda _: SkipWatch())
     _meter: Meter | None = None
     _opt_called = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A wrapper that gives itself its optimizer's class (Lightning, Fabric) hands all on.
+        """A wrapper that takes on its optimizer's class (Lightning, Fabric) delegates all to it.
 
-        Else it would inherit our methods, and they would work on a table of its own.
+        Otherwise it would inherit our methods, and they would work on a table of its own.
         """
         super().__init_subclass__(**kwargs)
         wrapper = cls.__bases__[0]
         if hasattr(wrapper, "__getattr__") and not issubclass(wrapper, Optimizer):
             for name in set(dir(cls)) - set(dir(wrapper)):
-                setattr(cls, name, property(operator.attrgetter(f"_optimizer.{name}")))
+                setattr(cls, name, _of_wrapped(name))
 
     @property
     def algorithm(self) -> Algorithm:
@@ -156,7 +100,9 @@ class AmpOptimizer(WithOptions, Optimizer):
     def meter(self) -> Meter:
         """Counts what half precision does to each tensor, once it is called; see :class:`Meter`."""
         if self._meter is None:
-            self._meter = plugs.at("optimizer.meter")(self)
+            import ampfuse  # which imports the layer above at first use
+
+            self._meter = ampfuse.insight.Meter(self)
         return self._meter
 
     def clip_next_step(self, max_norm: float) -> Tensor:
@@ -166,106 +112,6 @@ class AmpOptimizer(WithOptions, Optimizer):
             The norm of all unscaled gradients before clipping: float32, 0-dim, on the device.
         """
         raise NotImplementedError
-
-    # --- rows: see Rows -------------------------------------------------------------------------
-
-    param_table = member("_rows.current", "The table, with a row for each parameter of groups.")
-    parameter_names = member("_rows.parameter_names", "What messages call the parameters.")
-    restore_master = member("_rows.restore_master", "See :meth:`Rows.restore_master`.")
-    _table = member("_rows.table")
-
-    def _rows_are_added(self) -> None:
-        """The table knows neither states nor hyper-parameters of some rows."""
-
-    def go_under_amp(
-        self, *, master_weights: bool | Literal["split"], names: dict[int, str]
-    ) -> None:
-        """What :func:`ampfuse.optim.upgrade` does once the class is right."""
-        self._rows.forget()
-        self._under_amp, self.skip_by_default = True, False
-        self.master_weights = master_weights
-        self._rows.go_under_amp(names)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; under amp half-precision parameters of the group get FP32 masters."""
-        super().add_param_group(param_group)
-        self._rows.make_masters(anew=True)
-
-    @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Take over every edit of the model's half weights, those made through ``.data`` too.
-
-        Edits that autograd can see (``load_state_dict``, ``clamp_`` under ``no_grad``, assigning
-        ``.data``) are followed by themselves at the next step; an in-place change of ``p.data``
-        leaves no trace, and needs this call before the step. Other elements keep their bits.
-        """
-        self.param_table().masters.refresh(all=True)
-
-    @torch.no_grad()
-    def follow_edits(self) -> None:
-        """Before masters are saved or copied: what was edited in the model since is in them.
-
-        Raises RuntimeError in a swap_ema block: averages are no edits.
-        """
-        self._check_not_swapped("what looks at masters or saves them")
-        if self._rows.are_used():
-            self.param_table().masters.refresh()
-
-    def _check_not_swapped(self, what: str) -> None:
-        if self._swapped:
-            raise RuntimeError(
-                f"{what} inside a swap_ema block, where the model has its averages; do that after "
-                "the block"
-            )
-
-    # --- gradients: see Ledger ------------------------------------------------------------------
-
-    begin_backward = member("_ledger.begin")
-    end_backward = member("_ledger.end")
-    check_gradients = member("_ledger.check")
-    cancel_backward = member("_ledger.cancel")
-    look_at_gradient = member("_ledger.look")
-    assign_gradient = member("_ledger.assign")
-    unscale_gradients = member("_ledger.unscale")
-    has_scaled_gradients = member("_ledger.is_delayed")
-    in_backward = member("_ledger.in_backward")
-    has_shards = member("_rows.has_shards")
-    rows_of = member("_ledger.rows_of")
-
-    @property
-    def found_inf_flag(self) -> Tensor:
-        """float32, 0-dim, on the device: 1 if a gradient since the last step was not finite."""
-        return self.param_table().inspector.state_field("found_inf")
-
-    @property
-    def pass_found_inf_flag(self) -> Tensor:
-        """float32, 0-dim, on the device: 1 if a gradient of the last backward pass was not finite.
-
-        Passes with ``delay_unscale`` before it belong to it: nobody looked at their gradients then.
-        """
-        return self.param_table().inspector.state_field("pass_found_inf")
-
-    @uncompiled
-    @torch.no_grad()
-    def inspect_gradients(self) -> Tensor:
-        """Look at the gradients now, as the step would, which need not look again.
-
-        Returns:
-            `found_inf_flag`. In a backward pass, what was known before it.
-        """
-        table = self._rows.current()
-        if not self.in_backward:
-            table.plan.collect(None, False)
-            table.plan.measure()
-        return self.found_inf_flag
-
-    @uncompiled
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, and also drops what amp holds of earlier passes."""
-        if self._rows.are_used():
-            self.param_table().gradients.zero_grad(set_to_none)
-        else:
-            super().zero_grad(set_to_none)
 
     # --- the decisions of a step ----------------------------------------------------------------
 
@@ -304,7 +150,7 @@ class AmpOptimizer(WithOptions, Optimizer):
     # --- state dicts and copies: see checkpoints.py ---------------------------------------------
 
     def _before_saving(self) -> None:
-        self.follow_edits()
+        self.sync_masters_from_model()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, plus ``master_param`` (float32) for each parameter that has a master.
@@ -364,6 +210,14 @@ class AmpOptimizer(WithOptions, Optimizer):
         self._before_saving()
         own = {key: self.__dict__[key] for key in self._copied if key in self.__dict__}
         return {**super().__getstate__(), **own}
+
+
+def _of_wrapped(name: str) -> property:
+    """An attribute that a wrapper delegates to its ``_optimizer``."""
+    return property(
+        operator.attrgetter(f"_optimizer.{name}"),
+        lambda wrapper, value: setattr(wrapper._optimizer, name, value),
+    )
 
 
 def amp_optimizers(optimizer: Any) -> list[AmpOptimizer]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ampfuse._schema import READ_ON_DEVICE
 from ampfuse.optim.fused import FusedOptimizer
-from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import leaf_of
+from ampfuse.optim.param_groups import parameters
 
 # Of a parameter group: a rate that the kernel reads from a tensor, and the hyper-parameters.
 _Group = tuple[Tensor | None, dict[str, Any]]

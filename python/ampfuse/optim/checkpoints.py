@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map
 
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.optim.checks import COUNT, check
-from ampfuse.optim.inner import parameters, with_groups
 from ampfuse.optim.masters import MASTERS, MasterParameter, exact_float32, has_begun, pop_master
+from ampfuse.optim.options import COUNT, check
+from ampfuse.optim.param_groups import parameters, with_groups
 from ampfuse.optim.shards import is_sharded, on_shards
 from ampfuse.optim.stored import FP32, Stored, storage_for
 
@@ -87,7 +87,7 @@ def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], 
         for i, state in states.items()
         if isinstance(state, dict) and "master_param" in state
     }
-    names = optimizer.parameter_names()
+    names = optimizer._rows.parameter_names()
     for i, param in enumerate(parameters(optimizer)):
         _check_shape("master_param", masters.get(i), tuple(param.shape), names[i])
     states = {i: state for i, state in states.items() if state or i not in masters}
@@ -148,7 +148,7 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"the state dict has no {key!r}, but {list(state_dict)}")
-    names = iter(optimizer.parameter_names())
+    names = iter(optimizer._rows.parameter_names())
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         if len(own["params"]) != len(saved["params"]):
             break  # torch says what is wrong

@@ -13,10 +13,17 @@ from torch import Tensor
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.dtypes import FLOAT_DTYPES
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
-from ampfuse.optim.checks import ABOVE_0, NUMBER, check
-from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
-from ampfuse.optim.inner import is_empty
-from ampfuse.optim.options import FIXED, FLAGS, RULES, changed_too_late, check_options
+from ampfuse.optim.options import (
+    ABOVE_0,
+    FIXED,
+    FLAGS,
+    NUMBER,
+    RULES,
+    changed_too_late,
+    check,
+    check_options,
+)
+from ampfuse.optim.param_groups import Hypers, check_hyper, check_range, is_empty, kernel_hyper
 from ampfuse.optim.shards import local
 from ampfuse.optim.states import StateOfParameters, States
 from ampfuse.uncompiled import uncompiled
@@ -198,7 +205,7 @@ class FusedOptimizer(AmpOptimizer):
                 then.
         """
         self._opt_called = True
-        self._ledger.check_before_step()
+        self._check_before_step()
         self._check_not_swapped("step()")
         loss = None
         if closure is not None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
-from ampfuse.optim.inner import is_empty, parameters
 from ampfuse.optim.masters import MasterParameter
+from ampfuse.optim.param_groups import is_empty, parameters
 from ampfuse.uncompiled import uncompiled
 
 
@@ -38,7 +38,7 @@ class GenericOptimizer(AmpOptimizer):
         Autocast is off in it; in a closure it is as it was outside.
         """
         self._opt_called = True
-        self._ledger.check_before_step()
+        self._check_before_step()
         step: Any = self._original_class.step
         # torch wraps step once more for this class, so that hooks would run twice.
         step = step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.optim.inner import with_inner
+from ampfuse.optim.param_groups import with_inner
 from ampfuse.optim.shards import is_sharded, local, placed_as
 
 # What a state has its master under: whole, or beside a weight.

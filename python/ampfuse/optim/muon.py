@@ -13,11 +13,10 @@ from torch.optim.optimizer import ParamsT
 
 from ampfuse import _core
 from ampfuse._schema import ALGORITHMS, Algorithm
-from ampfuse.optim.checks import COUNT, Rule, check, is_number, one_of
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.gathered import Gathered
 from ampfuse.optim.newton_schulz import JORDAN, SLICE, matrix_dtype, orthogonalized, polynomials_of
-from ampfuse.optim.options import Options, Unpack
+from ampfuse.optim.options import COUNT, Options, Rule, Unpack, check, is_number, one_of
 from ampfuse.optim.shards import is_sharded
 
 _ALGORITHMS = {"muon": "muon", "adamw": "adam"}

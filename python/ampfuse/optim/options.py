@@ -1,14 +1,16 @@
-"""The options that every fused optimizer has beside torch's arguments."""
+"""The options that every fused optimizer takes in addition to torch's, and the checks of values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypedDict
 
+from torch import Tensor
 from typing_extensions import Unpack as Unpack  # typing has it from Python 3.11 on
 
 from ampfuse._schema import STORAGES
-from ampfuse.optim.checks import FLAG, Rule, check, one_of
 
 
 class Options(TypedDict, total=False):
@@ -75,6 +77,41 @@ class WithOptions:
     max_grad_norm: float | None = None
     skip_nonfinite: bool | None = None
     unscale_grads: bool = True
+
+
+class Rule(NamedTuple):
+    """What a value has to be: `holds`, which may raise for one of a wrong type, and in words."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def one_of(*choices: Any) -> Rule:
+    *most, last = map(repr, choices)
+    return Rule(lambda value: value in choices, f"{', '.join(most)} or {last}")
+
+
+def is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+
+
+FLAG = one_of(True, False)
+NUMBER = Rule(is_number, "a number")
+POSITIVE = Rule(lambda value: 0 < value < math.inf, "positive and finite")
+ABOVE_0 = Rule(lambda value: value > 0, "positive")
+COUNT = Rule(lambda value: 0 <= value < math.inf, "a finite number of at least 0")
+
+
+def check(name: str, value: Any, rule: Rule) -> None:
+    """Raise ValueError, by `name`, for a value that is not what `rule` says."""
+    try:
+        holds = rule.holds(value)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # such as "1" > 0
+        holds = False
+    if not holds:
+        is_large = isinstance(value, Tensor) and value.numel() > 1
+        what = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if is_large else repr(value)
+        raise ValueError(f"{name} is {what}; it has to be {rule.words}")
 
 
 RULES = {

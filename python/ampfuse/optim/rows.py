@@ -11,7 +11,6 @@ from torch import Tensor
 from ampfuse import _core
 from ampfuse._schema import Algorithm
 from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import (
     MasterParameter,
     exact_float32,
@@ -22,7 +21,7 @@ from ampfuse.optim.masters import (
     split_master,
     takes_master,
 )
-from ampfuse.optim.parts import Part
+from ampfuse.optim.param_groups import Component, parameters
 from ampfuse.optim.shards import Ranks, is_sharded, local, origin, placed_as
 from ampfuse.uncompiled import uncompiled
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from ampfuse._C import ParamTable
 
 
-class Rows(Part):
+class Rows(Component):
     """A table with a row for each parameter of an optimizer's groups, in their order.
 
     Half parameters have FP32 masters if `master_weights` says so: in ``optimizer.state``, or under

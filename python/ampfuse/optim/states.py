@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from ampfuse._schema import STORAGES
-from ampfuse.optim.checks import check
-from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MASTERS, exact_float32, has_begun
-from ampfuse.optim.options import RULES, changed_too_late
-from ampfuse.optim.parts import Part
+from ampfuse.optim.options import RULES, changed_too_late, check
+from ampfuse.optim.param_groups import Component, parameters
 from ampfuse.optim.shards import local, on_shards
 from ampfuse.optim.stored import Stored, storage_for
 
@@ -42,7 +40,7 @@ class StateOfParameters(defaultdict[Tensor, Any]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
-class States(Part):
+class States(Component):
     """The tensors of ``optimizer.state`` that the table of an optimizer works on.
 
     Attributes:

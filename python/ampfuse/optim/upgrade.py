@@ -9,10 +9,10 @@ import torch
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import FUSED, FusedOptimizer, is_fused
 from ampfuse.optim.generic import GenericOptimizer, generic_class
-from ampfuse.optim.inner import with_inner
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.masters import MASTERS
 from ampfuse.optim.options import check_options
+from ampfuse.optim.param_groups import with_inner
 
 
 def upgrade(

@@ -13,8 +13,8 @@ from torch import Tensor
 from ampfuse.compat.apex.signatures import takes
 from ampfuse.optim.base import driven
 from ampfuse.optim.fused import FusedOptimizer, is_fused
-from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MASTERS
+from ampfuse.optim.param_groups import parameters
 
 # apex takes any value for these; and what they are called here.
 _FLAGS = frozenset(

@@ -1,15 +1,21 @@
-"""Skipped steps are told of, and a training that has stopped says so; nothing waits for that.
+"""What the last step decided, and warnings about skipped steps; nothing here waits by itself.
 
-Where the loss scale is dynamic single ones belong to it. But one non-finite gradient after another
-halves it down to its minimum, and then every step is skipped for ever.
+Single skipped steps are part of dynamic loss scaling. But one non-finite gradient after another
+halves the scale down to its minimum, and then every step is skipped for ever.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from ampfuse.async_read import Sample, is_captured
+
+if TYPE_CHECKING:
+    from ampfuse._C import ParamTable
 
 _log = logging.getLogger("ampfuse.optim")
 
@@ -17,6 +23,50 @@ _log = logging.getLogger("ampfuse.optim")
 STRETCH = 200
 # How many steps apart a device is asked for its count.
 LOOK = 20
+
+
+def _copy_of(field: str) -> Callable[[Any], Tensor]:
+    return lambda last_step: last_step._table.inspector.state_field(field).clone()
+
+
+class LastStep:
+    """What an optimizer's last step decided, as device tensors; reading one is what waits.
+
+    Each is a 0-dim tensor on the parameters' device, copied at the time of asking.
+
+    Attributes:
+        skipped: float32, 1 if the step was skipped because a gradient held inf or NaN, else 0.
+        grad_norm: float32, the L2 norm of the unscaled gradients before clipping; NaN if they were
+            not finite. None if the step did not look: without scaling, clipping and skipping, or
+            where a GradScaler has, or after several passes of `scale_loss`.
+        loss_scale: float32, the scale the gradients were made with.
+    """
+
+    def __init__(self, table: ParamTable) -> None:
+        self._table = table
+
+    skipped = property(_copy_of("skip"))
+    grad_norm = property(
+        lambda self: _copy_of("grad_norm")(self) if self._table.plan.knew_norm else None
+    )
+    loss_scale = property(_copy_of("loss_scale"))
+
+    def overflow(self) -> dict[str, Any] | None:
+        """Where the latest overflow was, or None if there was none. Waits for the device.
+
+        Returns:
+            ``parameter`` (name of the first parameter whose gradient was not finite), ``kind``
+            (``"inf"`` or ``"nan"``) and ``skipped_steps`` (how many steps were skipped so far).
+        """
+        row = int(self._table.inspector.state_field("last_bad_row"))
+        if row < 0:
+            return None
+        bits = int(self._table.inspector.state_field("last_bad_bits"))
+        return {
+            "parameter": self._table.name(row),
+            "kind": "nan" if bits > 0x7F800000 else "inf",
+            "skipped_steps": int(self._table.inspector.state_field("skipped_steps")),
+        }
 
 
 class SkipWatch:

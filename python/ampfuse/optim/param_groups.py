@@ -1,21 +1,67 @@
-"""Hyper-parameters: from parameter groups to the table, when they change."""
+"""Parameter groups: what is in them, and their hyper-parameters on the way to the table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ampfuse._schema import Algorithm
-from ampfuse.optim.checks import NUMBER, Rule, check, is_number, one_of
-from ampfuse.optim.parts import Part
+from ampfuse.optim.options import NUMBER, Rule, check, is_number, one_of
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
+
+
+def check_optimizer(value: Any, call: str) -> None:
+    """Raise TypeError, which says how to write `call`, unless `value` is or wraps an optimizer."""
+    if not hasattr(value, "param_groups"):
+        raise TypeError(
+            f"{call.partition('(')[0]} takes the optimizer, not {type(value).__name__}: "
+            f"write {call}."
+        )
+
+
+def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What `optimizer` steps, in the order of its groups."""
+    for _, param in with_groups(optimizer):
+        yield param
+
+
+def is_empty(optimizer: Any) -> bool:
+    """Whether there is nothing to step, in groups that may be filled later."""
+    groups = optimizer.param_groups
+    return bool(groups) and not any(group["params"] for group in groups)
+
+
+def with_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """... each behind its group."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            yield group, param
+
+
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """`optimizer`, and the optimizers among its attributes, at any depth, each once."""
+    found = [optimizer]
+    for outer in found:
+        for value in vars(outer).values():
+            found.extend(one for one in _optimizers_in(value) if all(one is not f for f in found))
+    return found
+
+
+def _optimizers_in(value: Any) -> list[Optimizer]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in items if isinstance(item, Optimizer)]
+
 
 _FLAG = one_of(True, False, None)  # None is False to torch
 _PAIR = Rule(lambda pair: len(pair) == 2 and all(map(is_number, pair)), "two numbers")
@@ -59,6 +105,18 @@ def check_range(hyper: Mapping[str, Any]) -> None:
             raise ValueError(f"Invalid {words}: {value}")
 
 
+class Component:
+    """Base of the objects that work for one optimizer. They do not keep it alive."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, or None after it is gone."""
+        return self._optimizer()
+
+
 class _Sent(NamedTuple):
     """What the table has of a group."""
 
@@ -70,7 +128,7 @@ class _Sent(NamedTuple):
     hyper: Mapping[str, Any] | None = None
 
 
-class Hypers(Part):
+class Hypers(Component):
     """What the table of an optimizer has of its groups."""
 
     def __init__(self, optimizer: Any) -> None:
