@@ -12,7 +12,7 @@ from torch import nn
 
 from amp_training import WITH_MASTERS, Training, follows_plain_torch
 from ampfuse import amp, optim
-from ampfuse.optim.generic import GenericOptimizer
+from ampfuse.optim.upgrade import GenericOptimizer
 from cases import LEVELS, assert_same_bits, f32, same_bits, snapshot
 from foreign_optimizers import Counting, KeptInFloat32, Lookahead
 

@@ -7,7 +7,7 @@ import torch
 
 from ampfuse import optim
 from ampfuse._schema import ALGORITHMS, STORAGES
-from ampfuse.optim.stored import Stored
+from ampfuse.optim.state import Stored
 from cases import OPTIMIZERS, make
 
 CLASSES = [

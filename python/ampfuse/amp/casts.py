@@ -31,7 +31,7 @@ from ampfuse.amp.policy import Policy
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.nn.forwards import WrappedForward, is_proxy, original_class
 from ampfuse.nn.forwards import eager_module as eager_module
-from ampfuse.optim.shards import is_sharded, local
+from ampfuse.optim.sharding import is_sharded, local
 
 
 @dataclasses.dataclass(frozen=True)

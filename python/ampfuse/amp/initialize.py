@@ -39,7 +39,7 @@ from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
 from ampfuse.optim.options import Rule, check
 from ampfuse.optim.param_groups import parameters, with_inner
-from ampfuse.optim.shards import is_sharded
+from ampfuse.optim.sharding import is_sharded
 from ampfuse.optim.upgrade import FusedOptimizer, check_upgrade
 
 _log = logging.getLogger("ampfuse.amp")

@@ -24,7 +24,7 @@ from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
 from ampfuse.optim.muon import step_bytes
 from ampfuse.optim.param_groups import parameters, with_inner
-from ampfuse.optim.stored import storage_for
+from ampfuse.optim.state import storage_for
 
 KINDS = "weights gradients masters states accumulators average activations".split()
 # The modes, by the optimizer's options; one that names masters has half weights, as O2 and O5 have.

@@ -13,8 +13,7 @@ from ampfuse.optim.larc import LARC
 from ampfuse.optim.last_step import LastStep
 from ampfuse.optim.lion import Lion
 from ampfuse.optim.masters import MasterParameter
-from ampfuse.optim.muon import Muon
-from ampfuse.optim.muon_groups import muon_groups
+from ampfuse.optim.muon import Muon, muon_groups
 from ampfuse.optim.novograd import NovoGrad
 from ampfuse.optim.options import Options
 from ampfuse.optim.sgd import SGD

@@ -1,7 +1,7 @@
 """What every optimizer under amp shares: rows of a table, and a ledger of gradients.
 
 `AmpOptimizer` goes in front of a ``torch.optim.Optimizer``. The fused optimizers add a step of
-their own (fused.py), any other optimizer keeps its own (generic.py).
+their own (fused.py), any other optimizer keeps its own (upgrade.py).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.masters import MASTERS, MasterParameter, exact_float32, has_begun, pop_master
 from ampfuse.optim.options import COUNT, check
 from ampfuse.optim.param_groups import parameters, with_groups
-from ampfuse.optim.shards import is_sharded, on_shards
-from ampfuse.optim.stored import FP32, Stored, storage_for
+from ampfuse.optim.sharding import is_sharded, on_shards
+from ampfuse.optim.state import FP32, Stored, storage_for
 
 
 def with_masters(optimizer: Any, state_dict: dict[str, Any], *, decoded: bool) -> dict[str, Any]:

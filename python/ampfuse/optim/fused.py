@@ -24,8 +24,8 @@ from ampfuse.optim.options import (
     check_options,
 )
 from ampfuse.optim.param_groups import Hypers, check_hyper, check_range, is_empty, kernel_hyper
-from ampfuse.optim.shards import local
-from ampfuse.optim.states import StateOfParameters, States
+from ampfuse.optim.sharding import local
+from ampfuse.optim.state import StateOfParameters, States
 from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:

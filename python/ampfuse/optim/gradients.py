@@ -20,7 +20,7 @@ from ampfuse.optim.masters import MasterParameter, leaf_of
 from ampfuse.optim.options import WithOptions
 from ampfuse.optim.param_groups import parameters
 from ampfuse.optim.rows import Rows
-from ampfuse.optim.shards import local, placed_as
+from ampfuse.optim.sharding import local, placed_as
 from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ampfuse import _core
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.param_groups import with_inner
-from ampfuse.optim.shards import is_sharded, local, placed_as
+from ampfuse.optim.sharding import is_sharded, local, placed_as
 
 # What a state has its master under: whole, or beside a weight.
 MASTERS = {"master_param", "master_remainder"}

@@ -22,7 +22,7 @@ from ampfuse.optim.masters import (
     takes_master,
 )
 from ampfuse.optim.param_groups import Component, parameters
-from ampfuse.optim.shards import Ranks, is_sharded, local, origin, placed_as
+from ampfuse.optim.sharding import Ranks, is_sharded, local, origin, placed_as
 from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
