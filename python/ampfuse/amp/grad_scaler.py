@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from ampfuse import _core
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
 from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.base import driven, takes_scale
 from ampfuse.optim.fused import is_fused
 from ampfuse.optim.param_groups import check_optimizer, parameters
-from ampfuse.uncompiled import uncompiled
 
 # The largest power of two in FP32. torch has no ceiling, but refuses to grow to inf.
 _LARGEST_SCALE = 2.0**127
@@ -88,7 +88,7 @@ class GradScaler(torch.amp.GradScaler):
         super()._lazy_init_scale_growth_tracker(dev)
         self._hysteresis_tracker = torch.ones((), dtype=torch.int32, device=dev)
 
-    @uncompiled
+    @dynamo_disable
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale the gradients and step, or skip the step if one is non-finite.
 
@@ -136,7 +136,7 @@ class GradScaler(torch.amp.GradScaler):
                 parameter.grad = parameter.grad.to(parameter.dtype)
         return super().step(optimizer, *args, **kwargs)
 
-    @uncompiled
+    @dynamo_disable
     @torch.no_grad()
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Clip the gradients of `optimizer` to `max_norm`, as measured after unscaling.
@@ -163,7 +163,7 @@ class GradScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         return torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
 
-    @uncompiled
+    @dynamo_disable
     def _unscale_grads_(
         self,
         optimizer: Optimizer,
@@ -181,7 +181,7 @@ class GradScaler(torch.amp.GradScaler):
         sticky.zero_()  # `step` hands the verdict back, if there is a step
         return {flag.device: flag}
 
-    @uncompiled
+    @dynamo_disable
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale to the steps since the last update, or set it to `new_scale`.
 

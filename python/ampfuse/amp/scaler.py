@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
+from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.options import COUNT, POSITIVE, Rule, check
-from ampfuse.uncompiled import uncompiled
 
 # Without a floor, a NaN that does not go away halves the scale to 0, and 1 / scale is inf from then
 # on. This floor mirrors the default ceiling of 2**24: far below any useful scale, and 1 / scale is
@@ -113,7 +113,7 @@ class LossScaler:
             self._hysteresis_tracker = self._hysteresis_tracker.to(device)
             self._placed = True
 
-    @uncompiled
+    @dynamo_disable
     @torch.no_grad()
     def update(self, found_infs: Sequence[Tensor], shared: Sequence[Tensor] | None = None) -> None:
         """Adapt the scale to one backward pass, and let its optimizers share the verdict.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.dtypes import FLOAT_DTYPES
+from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.options import (
     ABOVE_0,
@@ -26,7 +27,6 @@ from ampfuse.optim.options import (
 from ampfuse.optim.param_groups import Hypers, check_hyper, check_range, is_empty, kernel_hyper
 from ampfuse.optim.sharding import local
 from ampfuse.optim.state import StateOfParameters, States
-from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
@@ -185,7 +185,7 @@ class FusedOptimizer(AmpOptimizer):
     # --- the step -------------------------------------------------------------------------------
 
     @tells_schedulers
-    @uncompiled
+    @dynamo_disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; see the class for what it does with masters, clipping and overflow.
@@ -287,7 +287,7 @@ class FusedOptimizer(AmpOptimizer):
         self._states.forget()
         self._hypers.forget()
 
-    @uncompiled
+    @dynamo_disable
     @torch.no_grad()
     def clip_next_step(self, max_norm: float) -> Tensor:
         check("max_norm", max_norm, ABOVE_0)

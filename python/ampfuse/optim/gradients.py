@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from ampfuse import _core
 from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.masters import MasterParameter, leaf_of
 from ampfuse.optim.options import WithOptions
 from ampfuse.optim.param_groups import parameters
 from ampfuse.optim.rows import Rows
 from ampfuse.optim.sharding import local, placed_as
-from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
@@ -110,12 +110,12 @@ class WithGradients(WithOptions, Optimizer):
 
     # --- gradients ------------------------------------------------------------------------------
 
-    @uncompiled
+    @dynamo_disable
     def begin_backward(self) -> None:
         """Put earlier gradients away, so that a backward pass brings only new ones."""
         self._rows.current().gradients.begin_backward()
 
-    @uncompiled
+    @dynamo_disable
     def end_backward(self, scale: Tensor, check: bool, delay: bool = False) -> bool:
         """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale.
 
@@ -133,7 +133,7 @@ class WithGradients(WithOptions, Optimizer):
             gradients.materialize()
         return left
 
-    @uncompiled
+    @dynamo_disable
     def check_gradients(self) -> None:
         """Raise RuntimeError or TypeError for a gradient that no step takes."""
         self._rows.known().gradients.check()
@@ -195,7 +195,7 @@ class WithGradients(WithOptions, Optimizer):
         """
         return self.param_table().inspector.state_field("pass_found_inf")
 
-    @uncompiled
+    @dynamo_disable
     @torch.no_grad()
     def inspect_gradients(self) -> Tensor:
         """Look at the gradients now, as the step would, which then need not look again.
@@ -209,7 +209,7 @@ class WithGradients(WithOptions, Optimizer):
             table.plan.measure()
         return self.found_inf_flag
 
-    @uncompiled
+    @dynamo_disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also drops what amp holds of earlier passes."""
         if self._rows.are_used():

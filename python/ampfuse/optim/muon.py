@@ -260,7 +260,7 @@ def matrices_of(weight: Tensor, group: dict[str, Any]) -> list[Tensor]:
     return list(batch.split(sizes, side))
 
 
-# --- which parameters are Muon's, and which AdamW's ------------------------------------------------
+# --- which parameters are Muon's, and which AdamW's -----------------------------------------------
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)

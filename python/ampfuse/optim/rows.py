@@ -11,6 +11,7 @@ from torch import Tensor
 from ampfuse import _core
 from ampfuse._schema import Algorithm
 from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.masters import (
     MasterParameter,
     exact_float32,
@@ -23,7 +24,6 @@ from ampfuse.optim.masters import (
 )
 from ampfuse.optim.param_groups import Component, parameters
 from ampfuse.optim.sharding import Ranks, is_sharded, local, origin, placed_as
-from ampfuse.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
@@ -55,7 +55,7 @@ class Rows(Component):
         # Half parameters that have no masters as they are frozen; None: look again.
         self._frozen: list[Tensor] | None = None
 
-    @uncompiled
+    @dynamo_disable
     def current(self) -> ParamTable:
         """The table, with a row for each parameter of ``param_groups``."""
         self.make_masters()

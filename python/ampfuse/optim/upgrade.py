@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.fused import FUSED, FusedOptimizer, is_fused
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.masters import MASTERS, MasterParameter
 from ampfuse.optim.options import check_options
 from ampfuse.optim.param_groups import is_empty, parameters, with_inner
-from ampfuse.uncompiled import uncompiled
 
 
 def upgrade(
@@ -128,7 +128,7 @@ class GenericOptimizer(AmpOptimizer):
     _original_class: type[torch.optim.Optimizer]
 
     @tells_schedulers
-    @uncompiled
+    @dynamo_disable
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's step, unless the gradients overflowed; then nothing, and None.
 
@@ -192,12 +192,12 @@ class GenericOptimizer(AmpOptimizer):
 
         return closure_on_current_weights
 
-    @uncompiled
+    @dynamo_disable
     def clip_next_step(self, max_norm: float) -> Tensor:
         # The wrapped step reads .grad, so the gradients themselves have to be clipped.
         return torch.nn.utils.clip_grad_norm_(list(parameters(self)), max_norm)
 
-    @uncompiled
+    @dynamo_disable
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The original class's, if it has its own: what that takes and leaves is its choice."""
         original = self._original_class.zero_grad

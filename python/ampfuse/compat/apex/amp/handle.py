@@ -27,11 +27,11 @@ from ampfuse.compat.apex.amp import patches
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.signatures import takes
+from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim import upgrade
-from ampfuse.uncompiled import uncompiled
 
 
-@uncompiled
+@dynamo_disable
 @loss_block
 def scale_loss(
     loss: Tensor,
