@@ -13,7 +13,7 @@ from ampfuse import _core
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.dynamo_disable import dynamo_disable
-from ampfuse.optim.base import driven, takes_scale
+from ampfuse.optim.base import driven, handles_loss_scaling
 from ampfuse.optim.fused import is_fused
 from ampfuse.optim.param_groups import check_optimizer, parameters
 
@@ -100,7 +100,7 @@ class GradScaler(torch.amp.GradScaler):
         check_optimizer(optimizer, "scaler.step(optimizer)")
         if "closure" in kwargs:
             raise RuntimeError("A closure is not supported while GradScaler is enabled.")
-        if not takes_scale(optimizer):
+        if not handles_loss_scaling(optimizer):
             return self._step_other(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]

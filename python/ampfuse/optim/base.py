@@ -232,7 +232,7 @@ def tells_schedulers(step: Function) -> Function:
     return step
 
 
-def takes_scale(optimizer: Any) -> TypeGuard[AmpOptimizer]:
+def handles_loss_scaling(optimizer: Any) -> TypeGuard[AmpOptimizer]:
     """Whether its step unscales, inspects and skips by itself."""
     return isinstance(optimizer, AmpOptimizer) and optimizer._step_supports_amp_scaling
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim.base import AmpOptimizer, takes_scale
+from ampfuse.optim.base import AmpOptimizer, handles_loss_scaling
 
 
 def _of_optim(name: str) -> Any:
@@ -103,7 +103,7 @@ class LARC(torch.optim.Optimizer):
         """
         settings = Layerwise(float(self.trust_coefficient), bool(self.clip), float(self.eps))
         optimizer = self.optim
-        if takes_scale(optimizer):
+        if handles_loss_scaling(optimizer):
             optimizer._layerwise = settings
             try:
                 return optimizer.step(closure)
