@@ -13,7 +13,7 @@ from ampfuse import _core
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.dynamo_disable import dynamo_disable
-from ampfuse.optim.base import driven, handles_loss_scaling
+from ampfuse.optim.base import handles_loss_scaling, under_grad_scaler
 from ampfuse.optim.fused import is_fused
 from ampfuse.optim.param_groups import check_optimizer, parameters
 
@@ -116,7 +116,9 @@ class GradScaler(torch.amp.GradScaler):
             # torch multiplies by a grad_scale that the user had set on the optimizer; so do we.
             of_user = getattr(optimizer, "grad_scale", None)
             grad_scale = scale if of_user is None else scale * of_user
-        with driven(optimizer, grad_scale=grad_scale, found_inf=found_inf, _scaler_is_ours=True):
+        with under_grad_scaler(
+            optimizer, grad_scale=grad_scale, found_inf=found_inf, _scaler_is_ours=True
+        ):
             result = optimizer.step(*args, **kwargs)
         if found_inf is None:
             skipped = optimizer.last_step.skipped
@@ -157,7 +159,7 @@ class GradScaler(torch.amp.GradScaler):
             if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 scale = current
         if is_fused(optimizer):
-            with driven(optimizer, grad_scale=scale):
+            with under_grad_scaler(optimizer, grad_scale=scale):
                 return optimizer.clip_next_step(max_norm)
         if scale is not None:
             self.unscale_(optimizer)

@@ -238,7 +238,7 @@ def handles_loss_scaling(optimizer: Any) -> TypeGuard[AmpOptimizer]:
 
 
 @contextlib.contextmanager
-def driven(optimizer: AmpOptimizer, **by: Tensor | bool | None) -> Iterator[None]:
+def under_grad_scaler(optimizer: AmpOptimizer, **by: Tensor | bool | None) -> Iterator[None]:
     """Steps in the block have a GradScaler's ``grad_scale`` and ``found_inf``, as torch has it."""
     for name, value in by.items():
         setattr(optimizer, name, value)
