@@ -38,7 +38,7 @@ from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
 from ampfuse.optim.options import Rule, check
-from ampfuse.optim.param_groups import parameters, with_inner
+from ampfuse.optim.param_groups import parameters, with_wrapped
 from ampfuse.optim.sharding import is_sharded
 from ampfuse.optim.upgrade import FusedOptimizer, check_upgrade
 
@@ -193,7 +193,7 @@ def set_up(
     if len(set(map(id, optimizer_list))) < len(optimizer_list):
         raise RuntimeError("The same optimizer is listed twice.")
     masters = [policy.master_weights or False] * len(optimizer_list)
-    for i, stepper in enumerate(with_inner(optimizer)[-1] for optimizer in optimizer_list):
+    for i, stepper in enumerate(with_wrapped(optimizer)[-1] for optimizer in optimizer_list):
         if own_masters and policy.model_is_low_precision and isinstance(stepper, FusedOptimizer):
             masters[i] = stepper.master_weights or masters[i]
     for optimizer, kind in zip(optimizer_list, masters, strict=True):
@@ -221,7 +221,7 @@ def set_up(
     for optimizer, kind in zip(optimizer_list, masters, strict=True):
         before = list(parameters(optimizer))
         # A checkpoint loaded before this call brought masters, which the weights only round.
-        for inner in with_inner(optimizer):
+        for inner in with_wrapped(optimizer):
             state = getattr(inner, "state", {})
             for parameter in before:
                 if "master_param" in state.get(parameter, ()):
@@ -344,7 +344,7 @@ def _warn_of_strangers(
     theirs, if none has or its own have the shapes of a model's; or that has some which no module
     or variable holds any more. Others may be of a loss, or of a model that amp does not know.
     """
-    held = [[p for one in with_inner(each) for p in parameters(one)] for each in optimizers]
+    held = [[p for one in with_wrapped(each) for p in parameters(one)] for each in optimizers]
     stepped = {id(param) for params in held for param in params}
     own = [list(eager_module(model).parameters()) for model in models]
     left_out = [p for listed in own for p in listed if p.requires_grad and id(p) not in stepped]

@@ -23,7 +23,7 @@ from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
 from ampfuse.optim.muon import step_bytes
-from ampfuse.optim.param_groups import parameters, with_inner
+from ampfuse.optim.param_groups import parameters, with_wrapped
 from ampfuse.optim.state import storage_for
 
 KINDS = "weights gradients masters states accumulators average activations".split()
@@ -72,7 +72,7 @@ def memory_report(
     """
     check_types(model, optimizer, "amp.memory_report(model, optimizer, batch)")
     limit = bytes_of(budget)
-    model, inner = eager_module(model), with_inner(optimizer)[-1]
+    model, inner = eager_module(model), with_wrapped(optimizer)[-1]
     fused = algorithm_of(inner)
     # How many of the parameter's shape, by the parameter in the model.
     states: dict[Tensor, int] = {}
@@ -196,7 +196,7 @@ def _measured(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
         ("masters", masters),
         ("accumulators", [gradient_as_it_is(master) for master in masters]),
     ]
-    for state in (state for each in with_inner(optimizer) for state in each.state.values()):
+    for state in (state for each in with_wrapped(optimizer) for state in each.state.values()):
         found += [(_KIND_OF_STATE.get(name, "states"), value) for name, value in state.items()]
     held, seen = dict.fromkeys(KINDS, 0), set()
     for kind, tensors in found:

@@ -22,7 +22,7 @@ from ampfuse.optim.gradients import WithGradients
 from ampfuse.optim.last_step import LastStep, SkipWatch
 from ampfuse.optim.masters import has_begun
 from ampfuse.optim.options import RULES
-from ampfuse.optim.param_groups import with_inner
+from ampfuse.optim.param_groups import with_wrapped
 
 if TYPE_CHECKING:
     from ampfuse.insight.meter import Meter
@@ -187,7 +187,7 @@ class AmpOptimizer(WithGradients):
         """
         self._is_asked_by_torch = False
         self._check_not_swapped("load_state_dict()")
-        if len(with_inner(self)) > 1:
+        if len(with_wrapped(self)) > 1:
             checkpoints.load_around(self, state_dict, super().load_state_dict)
         else:
             checkpoints.load(self, state_dict, super().load_state_dict)
@@ -222,7 +222,7 @@ def _of_wrapped(name: str) -> property:
 
 def amp_optimizers(optimizer: Any) -> list[AmpOptimizer]:
     """Those that amp knows among `optimizer` and what it wraps, the innermost last."""
-    return [one for one in with_inner(optimizer) if isinstance(one, AmpOptimizer)]
+    return [one for one in with_wrapped(optimizer) if isinstance(one, AmpOptimizer)]
 
 
 def tells_schedulers(step: Function) -> Function:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.optim.param_groups import with_inner
+from ampfuse.optim.param_groups import with_wrapped
 from ampfuse.optim.sharding import is_sharded, local, placed_as
 
 # What a state has its master under: whole, or beside a weight.
@@ -207,7 +207,7 @@ def install_masters(
     Arguments:
         masters: by weight, those that there are; new ones are added.
     """
-    optimizers = with_inner(optimizer)
+    optimizers = with_wrapped(optimizer)
     for group in [group for each in optimizers for group in each.param_groups]:
         for i, param in enumerate(group["params"]):
             if not takes_master(param) or not param.requires_grad:

@@ -47,7 +47,7 @@ def with_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]
             yield group, param
 
 
-def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
     """`optimizer`, and the optimizers among its attributes, at any depth, each once."""
     found = [optimizer]
     for outer in found:

@@ -21,7 +21,7 @@ from ampfuse.optim.fused import FUSED, FusedOptimizer, is_fused
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.masters import MASTERS, MasterParameter
 from ampfuse.optim.options import check_options
-from ampfuse.optim.param_groups import is_empty, parameters, with_inner
+from ampfuse.optim.param_groups import is_empty, parameters, with_wrapped
 
 
 def upgrade(
@@ -69,7 +69,7 @@ def check_upgrade(
 ) -> None:
     """Raise TypeError or ValueError for what :func:`upgrade` cannot do."""
     check_options({"master_weights": master_weights})
-    stepper = with_inner(optimizer)[-1]
+    stepper = with_wrapped(optimizer)[-1]
     if fused_class(stepper) is None:
         if master_weights == "split":
             raise TypeError(
@@ -93,7 +93,7 @@ def fused_class(optimizer: torch.optim.Optimizer) -> type[FusedOptimizer] | None
 
 def _drop_masters(optimizer: torch.optim.Optimizer) -> None:
     """Masters of a checkpoint that was loaded before: nobody would follow them from now on."""
-    for each in with_inner(optimizer):
+    for each in with_wrapped(optimizer):
         for state in getattr(each, "state", {}).values():
             if isinstance(state, dict):
                 for key in MASTERS & state.keys():
