@@ -697,7 +697,7 @@ def test_every_mode_loads_every_other(source, target):
     copy_weights(params, others)
     other.load_state_dict(saved)
     other.param_table()
-    other.keep_bound()
+    other.ensure_bound()
     found, exact = (each.torch_state_dict()["state"] for each in (other, optimizer))
     for i, param in enumerate(params):
         assert found[i]["step"] == exact[i]["step"] == 3

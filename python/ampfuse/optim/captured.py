@@ -110,7 +110,7 @@ class CapturedOptimizer:
     def follow_host(self) -> None:
         """Bring to the device what was changed on the host since the last replay."""
         with torch.no_grad():
-            self._optimizer.keep_bound()
+            self._optimizer.ensure_bound()
             was, self._written = self._written, self._current_groups()
             for i, values in enumerate(self._values):
                 for name, on_device in values.items():

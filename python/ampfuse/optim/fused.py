@@ -266,7 +266,7 @@ class FusedOptimizer(AmpOptimizer):
         # The first step; or parameters, states or what groups keep of them are others.
         if is_empty(self):
             return None
-        table = self.keep_bound()
+        table = self.ensure_bound()
         self._hypers.send(table)
         found = rows.plan.collect(*self._gradient_scale())
         assert found is not None
@@ -276,7 +276,7 @@ class FusedOptimizer(AmpOptimizer):
         """What gradients outside scale_loss carry; whether the update leaves them without it."""
         return self.__dict__.get("grad_scale"), self.unscale_grads, self._unscales_half
 
-    def keep_bound(self) -> ParamTable:
+    def ensure_bound(self) -> ParamTable:
         """The table, bound anew if somebody loaded, cleared or exchanged parameters or states."""
         table = self.param_table()
         if not (self._states.are_bound and table.holds(states=self.state)):
@@ -311,7 +311,7 @@ class FusedOptimizer(AmpOptimizer):
         if self.ema_decay is None or self._swapped:
             what = "a swap_ema block is open already" if self._swapped else "there are no averages"
             raise RuntimeError(f"{what}; build the optimizer with ema_decay= and nest no blocks")
-        table = self.keep_bound()
+        table = self.ensure_bound()
         table.masters.refresh()  # so that afterwards all there is counts as known
         weights = []
         with torch.no_grad():
@@ -334,7 +334,7 @@ class FusedOptimizer(AmpOptimizer):
     # --- state dicts and copies -----------------------------------------------------------------
 
     def _before_saving(self) -> None:
-        self._states.drop_unstarted()
+        self._states.discard_uninitialized()
         super()._before_saving()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -160,7 +160,7 @@ class MasterParameter(_LazyGradParameter):
         """The first to ask has it: one that wraps `optimizer` knows the gradients of amp."""
         if self._owner() is None:
             self._owner = weakref.ref(optimizer)
-            materialize_on_sight(self.model_param, optimizer)
+            unscale_on_access(self.model_param, optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterParameter:
         import copy
@@ -177,7 +177,7 @@ class MasterParameter(_LazyGradParameter):
         return _rebuild, (self.detach().clone(), self.model_param)
 
 
-def materialize_on_sight(model_param: Tensor, optimizer: Any) -> None:
+def unscale_on_access(model_param: Tensor, optimizer: Any) -> None:
     """Have whoever reads ``model_param.grad`` see what `optimizer`'s master has."""
     if type(model_param) is torch.nn.Parameter:
         model_param.__class__ = ModelParameter

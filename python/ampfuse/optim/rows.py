@@ -18,9 +18,9 @@ from ampfuse.optim.masters import (
     install_masters,
     joined_master,
     leaf_of,
-    materialize_on_sight,
     split_master,
     takes_master,
+    unscale_on_access,
 )
 from ampfuse.optim.param_groups import Component, parameters
 from ampfuse.optim.sharding import Ranks, is_sharded, local, origin, placed_as
@@ -159,7 +159,7 @@ class Rows(Component):
         self.names = dict(names)
         self.make_masters()
         for param in filter(self.is_split, parameters(self.optimizer)):
-            materialize_on_sight(param, self.optimizer)
+            unscale_on_access(param, self.optimizer)
 
     def make_masters(self, *, anew: bool = False) -> None:
         """Masters in the groups for half parameters that are trained and have none yet.
@@ -187,7 +187,7 @@ class Rows(Component):
             table.add_row(param, param.model_param, name, param.model_version, **more)
         elif self.is_split(param):
             if under_amp:
-                materialize_on_sight(param, optimizer)
+                unscale_on_access(param, optimizer)
             table.add_row(local(self.remainder(param)), shard, name, **more)
         elif optimizer.master_weights and param.dtype in HALF_DTYPES and (whole or not under_amp):
             if whole and optimizer._algorithm == "none":

@@ -221,7 +221,7 @@ class States(Component):
 
     def bind(self) -> None:
         """After a load, a copy, an edit or new rows: the table takes over ``state``."""
-        self.drop_unstarted()
+        self.discard_uninitialized()
         self._started = []
         optimizer, params = self.optimizer, self.optimizer._rows.params
         self._by_group = self.wanted()
@@ -257,9 +257,9 @@ class States(Component):
             return False
         optimizer._check_not_swapped("what looks at states")
         if not self.are_shown:
-            self.drop_unstarted()
+            self.discard_uninitialized()
             self.are_bound, self.are_shown = False, True
-        optimizer.keep_bound()
+        optimizer.ensure_bound()
         for row, param in enumerate(optimizer._rows.params):
             if param.requires_grad and not has_begun(optimizer.state.get(param, {})):
                 self.init_row(row)
@@ -347,7 +347,7 @@ class States(Component):
         (stored,) = Stored.of(self.algorithm.name, self.algorithm.states[-1:])
         return stored
 
-    def drop_unstarted(self) -> None:
+    def discard_uninitialized(self) -> None:
         """Write None for states whose first step was skipped, as torch would have them."""
         if not self._started or self.are_shown:
             return

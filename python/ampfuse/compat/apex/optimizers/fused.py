@@ -112,7 +112,7 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
     def _rates_of_2019(self) -> Iterator[None]:
         """The moments' corrections are a factor of the rate, and so of the weight decay."""
         rates = [(g["lr"], g["bias_correction"]) for g in self.param_groups]
-        counts = self.keep_bound().steps().split([len(g["params"]) for g in self.param_groups])
+        counts = self.ensure_bound().steps().split([len(g["params"]) for g in self.param_groups])
         try:
             for group, count in zip(self.param_groups, counts, strict=True):
                 if group["bias_correction"] and len(count):
