@@ -180,7 +180,7 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         sticky = optimizer.unscale_gradients(self._scale)
         flag = sticky.clone()
-        sticky.zero_()  # `step` hands the verdict back, if there is a step
+        sticky.zero_()  # `step` gives the flag back, if there is a step
         return {flag.device: flag}
 
     @dynamo_disable

@@ -116,7 +116,7 @@ class LossScaler:
     @dynamo_disable
     @torch.no_grad()
     def update(self, found_infs: Sequence[Tensor], shared: Sequence[Tensor] | None = None) -> None:
-        """Adapt the scale to one backward pass, and let its optimizers share the verdict.
+        """Adapt the scale to one backward pass, and let its optimizers share the overflow flag.
 
         `found_infs` are the flags (float32, 0-dim) of the optimizers' gradients of this pass. If
         one is 1, all flags of `shared` (without it: of `found_infs`) become 1: an overflow makes

@@ -115,7 +115,7 @@ class AmpOptimizer(WithGradients):
 
     # --- the decisions of a step ----------------------------------------------------------------
 
-    def _verdict(self, max_norm: float) -> dict[str, Any]:
+    def _skip_decision(self, max_norm: float) -> dict[str, Any]:
         """Arguments for ``StepPlan.update`` and ``decide``: what to inspect, whether to skip."""
         found_inf = self.__dict__.get("found_inf")
         if "found_inf" in self.__dict__:  # a GradScaler drives this step

@@ -223,14 +223,14 @@ class FusedOptimizer(AmpOptimizer):
         max_norm = self.clip_once or self.max_grad_norm or 0.0
         meter = self._meter if self._rehearsal is None else None
         metered = meter.before_update(table) if meter is not None else None
-        verdict = self._verdict(max_norm)
-        skipped = self._rows.plan.update(**verdict, meter=metered, between=self._stages())
+        decision = self._skip_decision(max_norm)
+        skipped = self._rows.plan.update(**decision, meter=metered, between=self._stages())
         self.clip_once = None
         if meter is not None and metered is not None:
             meter.after_update(table, metered)
         if torch.is_autocast_enabled(self._rows.params[0].device.type):
             torch.clear_autocast_cache()  # it may hold casts of the weights as they were
-        if verdict["skip_nonfinite"]:
+        if decision["skip_nonfinite"]:
             self._watch_skips(skipped)
         return loss
 

@@ -147,9 +147,9 @@ class GenericOptimizer(AmpOptimizer):
             self.unscale_gradients(scale)
         table.masters.refresh()
         table.plan.collect(None, False)
-        verdict = self._verdict(0.0)
-        table.plan.decide(**verdict)
-        may_skip = verdict["skip_nonfinite"]
+        decision = self._skip_decision(0.0)
+        table.plan.decide(**decision)
+        may_skip = decision["skip_nonfinite"]
         if may_skip and table.inspector.state_field("skip").item():
             table.plan.finish_step()
             self._watch_skips(True)
