@@ -21,7 +21,7 @@ import amp_training
 from amp_training import ORDERS, TIMES, WITH_MASTERS, resume
 from ampfuse import amp, optim
 from cases import CODED, KINDS, LEVELS, assert_same, f32, make, make_torch, through_a_file
-from foreign_optimizers import WRAPPERS, KeptInFloat32
+from third_party_optimizers import WRAPPERS, KeptInFloat32
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),

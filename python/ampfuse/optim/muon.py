@@ -57,8 +57,8 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
     the CPU multiplies it faster, in FP16 on CUDA, else in FP32 (newton_schulz.py says how). State
     dicts load both ways.
 
-    Unlike torch's it takes all parameters of a model, in one step with one skip decision and one norm:
-    ``Muon(ampfuse.optim.muon_groups(model), lr=0.02)``. A parameter group may say:
+    Unlike torch's it takes all parameters of a model, in one step that is skipped or clipped as a
+    whole: ``Muon(ampfuse.optim.muon_groups(model), lr=0.02)``. A parameter group may say:
 
     - ``algorithm``: ``"muon"``, the default, or ``"adamw"``, with AdamW's ``betas``, ``eps``,
       ``weight_decay`` and ``amsgrad``, whose defaults are torch's;
