@@ -1,4 +1,4 @@
-"""Read tensors of a device without waiting for it."""
+"""Read tensors on a device without waiting for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Sample:
-    """Tensors of a device, on their way to the host."""
+    """Copies of tensors, on their way from a device to the host."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._events = []
@@ -16,7 +16,7 @@ class Sample:
             if not tensor.is_cuda:
                 self._copies.append(tensor.clone())
                 continue
-            # (By name: torch.set_default_device may say another.)
+            # The device is given, as torch.set_default_device may have set another.
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._copies.append(copy.copy_(tensor, non_blocking=True))
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -32,10 +32,10 @@ class Sample:
         return self._copies
 
     def values(self) -> list[float]:
-        """Of tensors of one element."""
+        """The values of tensors of one element. Waits for them."""
         return [tensor.item() for tensor in self.tensors()]
 
 
 def is_captured(number: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded, which nothing may look into."""
+    """Whether a CUDA graph is being captured, during which `number` cannot be read."""
     return number.is_cuda and torch.cuda.is_current_stream_capturing()

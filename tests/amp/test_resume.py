@@ -323,5 +323,5 @@ def test_flat_states_resume_or_say_what_they_lack(level, mode, tmp_path):
         again.resume(tmp_path, flatten_optimizer_state_dict=True)
         assert_same(again.state()["optimizer"], training.state()["optimizer"])
         return
-    with pytest.raises(ValueError, match=r"(is missing|has to be a tensor).*Nothing was"):
+    with pytest.raises(ValueError, match=r"(is missing|must be a tensor).*Nothing was"):
         again.resume(tmp_path, flatten_optimizer_state_dict=True)

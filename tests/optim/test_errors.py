@@ -176,7 +176,7 @@ REFUSED = {
     "eps of NovoGrad": (lambda: optim.NovoGrad(model(), **NO_EPS), "epsilon"),
     "norm": (
         lambda: optim.NovoGrad(model(), norm_type=1),
-        "norm_type is 1; it has to be 2, inf or 0",
+        "norm_type is 1; it must be 2, inf or 0",
     ),
     "nesterov": (lambda: optim.SGD(model(), nesterov=True), "Nesterov"),
     "by place": (lambda: optim.SGD(model(), 0.1, 0.9, 0.0, 0.0, False, True), "positional"),

@@ -222,7 +222,7 @@ def test_what_it_does_not_wrap():
     with pytest.raises(TypeError, match="not a list"):
         optim.LARC([param])
     for kind in (optim.LAMB, optim.NovoGrad):
-        with pytest.raises(ValueError, match=f"{kind.__name__} follows the norm"):
+        with pytest.raises(ValueError, match=f"{kind.__name__} already scales by the norm"):
             optim.LARC(kind([param]))
 
 

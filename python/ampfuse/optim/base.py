@@ -1,7 +1,7 @@
-"""What every optimizer under amp shares: rows of a table, and a ledger of gradients.
+"""What every optimizer under amp shares: skip decisions and state dicts.
 
-`AmpOptimizer` goes in front of a ``torch.optim.Optimizer``. The fused optimizers add a step of
-their own (fused.py), any other optimizer keeps its own (upgrade.py).
+`AmpOptimizer` goes in front of a ``torch.optim.Optimizer``. Fused optimizers replace its step
+(fused.py); any other optimizer keeps its own (upgrade.py).
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ if TYPE_CHECKING:
 class AmpOptimizer(WithGradients):
     """An optimizer that amp can scale, inspect and skip, in front of a class of torch's or others'.
 
-    Its public methods are what the rest of ampfuse works with. Other attributes have names that no
-    optimizer is likely to have, as this goes in front of classes of other people too.
+    The rest of ampfuse uses its public methods. The private attributes have names that a
+    third-party class is unlikely to use.
     """
 
     # torch.amp.GradScaler then hands over `grad_scale` and `found_inf` instead of unscaling.
     _step_supports_amp_scaling = True
     _algorithm = "none"
 
-    # Under amp: whether an overflow always skips the step, as it changes the loss scale.
+    # Under amp: an overflow always skips the step, as it changes the loss scale.
     skip_on_overflow: bool = True
-    # Whether one does where `skip_nonfinite` is None.
+    # Whether a non-finite gradient skips the step where `skip_nonfinite` is None.
     skip_by_default: bool = False
 
-    # In a subclass of a fused optimizer whose step, and state, is not ours.
+    # A subclass of a fused optimizer overrides `step`, and keeps its own state.
     _has_own_step = False
     # A 1 on the device while steps are rehearsed: each is skipped, whatever its gradients are.
     _rehearsal: Tensor | None = None
-    # Set by LARC for the time of a step of its own.
+    # LARC sets it during its step.
     _layerwise: Layerwise | None = None
     # torch.distributed.checkpoint asked for states, and takes the state dict next.
     _is_asked_by_torch = False
     # The state dict that is being loaded.
     _loading: dict[str, Any] | None = None
 
-    # What a parameter group keeps where another's state is loaded, as how states are stored.
+    # Keys of a parameter group that loading a state dict does not change.
     _group_choices: tuple[str, ...] = ("state_dtype",)
     # Attributes that a copy has too.
     _copied: tuple[str, ...] = (
@@ -84,11 +84,11 @@ class AmpOptimizer(WithGradients):
 
     @property
     def algorithm(self) -> Algorithm:
-        """What the extension says of its kernel."""
+        """The extension's description of its kernel."""
         return ALGORITHMS[self._algorithm]
 
     def algorithm_in(self, group: dict[str, Any]) -> Algorithm:
-        """... of the parameters of a group."""
+        """That of the kernel for the parameters of a group."""
         return self.algorithm
 
     @property
@@ -98,7 +98,10 @@ class AmpOptimizer(WithGradients):
 
     @property
     def meter(self) -> Meter:
-        """Counts what half precision does to each tensor, once it is called; see :class:`Meter`."""
+        """Statistics of what half precision does to each tensor; see :class:`Meter`.
+
+        Counting begins when the meter is called.
+        """
         if self._meter is None:
             import ampfuse  # which imports the layer above at first use
 
@@ -118,8 +121,8 @@ class AmpOptimizer(WithGradients):
     def _skip_decision(self, max_norm: float) -> dict[str, Any]:
         """Arguments for ``StepPlan.update`` and ``decide``: what to inspect, whether to skip."""
         found_inf = self.__dict__.get("found_inf")
-        if "found_inf" in self.__dict__:  # a GradScaler drives this step
-            # torch's has a 0 that is no tensor if it saw no gradient.
+        if "found_inf" in self.__dict__:  # a GradScaler calls this step
+            # torch's passes the number 0 if it saw no gradient.
             found_inf = found_inf if isinstance(found_inf, Tensor) else None
             inspect, skip = found_inf is None, True
         else:
@@ -140,7 +143,7 @@ class AmpOptimizer(WithGradients):
         return self._under_amp and self.skip_on_overflow
 
     def _watch_skips(self, skipped: bool = False) -> None:
-        """After a step that may have been skipped: say so, and raise if training has stopped.
+        """After a step that may have been skipped: warn, and raise if training has stopped.
 
         `skipped`: the host knows that it was.
         """
@@ -155,11 +158,11 @@ class AmpOptimizer(WithGradients):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, plus ``master_param`` (float32) for each parameter that has a master.
 
-        It says itself what it holds, and every mode loads every other's: a split master is in it
-        as the whole one that it stands for (4 bytes a parameter while the dict lives), a state in
-        BF16 under its name, one in 8 bits under the name with its type's suffix
-        (``<name>_codes``) and ``<name>_scale``. torch.distributed.checkpoint gets those in float32,
-        and all states from the beginning: with zeros and counts of 0 before the first gradient.
+        Every mode loads the state dicts of every other: a split master is saved as the whole FP32
+        master (4 bytes per parameter while the dict lives), a BF16 state under its name, and an
+        8-bit state as ``<name>_codes`` (the suffix is its type's) and ``<name>_scale``.
+        torch.distributed.checkpoint gets 8-bit states in float32, and every state from the
+        beginning: with zeros and counts of 0 before the first gradient.
         """
         try:
             self._before_saving()
@@ -169,19 +172,19 @@ class AmpOptimizer(WithGradients):
             self._is_asked_by_torch = False
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """`state_dict` with all states in float32, as torch's optimizer of the name loads it."""
+        """`state_dict` with all states in float32, which torch's optimizer of the name loads."""
         return checkpoints.in_float32(self, self.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, without rounding FP32 state to a half parameter's type.
 
         Accepts state dicts of the torch optimizer of the same name and, with or without masters,
-        of ampfuse, whatever its states are stored in: they are stored here as this optimizer says.
-        Masters that are not in the state dict are taken from the model weights; split ones are
-        written together with their weights.
+        of ampfuse with any storage type; states are converted to this optimizer's. Masters that are
+        not in the state dict are taken from the model weights; loading split ones also writes their
+        weights.
 
         Raises:
-            ValueError: the state belongs to parameters of another number or shape, or is damaged,
+            ValueError: the number or shapes of the parameters differ, or the state is damaged, such
                 as one without ``exp_avg`` or with a step count of NaN.
             RuntimeError: in a swap_ema block. Nothing has changed then.
         """
@@ -196,8 +199,8 @@ class AmpOptimizer(WithGradients):
         # Called by load_state_dict, pickle and deepcopy alike.
         if self._loading is not None:
             checkpoints.restore_state(self, state, self._loading)
-        # torch's looks for a step in each state; before the first there are masters alone, and the
-        # state of another's step is not torch's.
+        # torch's looks for a step count in each state. Before the first step a state holds only its
+        # master, and a custom step may keep none.
         states = state.get("state", {})
         alone = [
             param for param, held in states.items() if self._has_own_step or not has_begun(held)
@@ -221,7 +224,7 @@ def _of_wrapped(name: str) -> property:
 
 
 def amp_optimizers(optimizer: Any) -> list[AmpOptimizer]:
-    """Those that amp knows among `optimizer` and what it wraps, the innermost last."""
+    """The optimizers under amp among `optimizer` and those that it wraps, the innermost last."""
     return [one for one in with_wrapped(optimizer) if isinstance(one, AmpOptimizer)]
 
 
@@ -233,13 +236,13 @@ def tells_schedulers(step: Function) -> Function:
 
 
 def handles_loss_scaling(optimizer: Any) -> TypeGuard[AmpOptimizer]:
-    """Whether its step unscales, inspects and skips by itself."""
+    """Whether its step unscales, inspects and skips without a GradScaler's help."""
     return isinstance(optimizer, AmpOptimizer) and optimizer._step_supports_amp_scaling
 
 
 @contextlib.contextmanager
 def under_grad_scaler(optimizer: AmpOptimizer, **by: Tensor | bool | None) -> Iterator[None]:
-    """Steps in the block have a GradScaler's ``grad_scale`` and ``found_inf``, as torch has it."""
+    """In the block `optimizer` has a GradScaler's ``grad_scale`` and ``found_inf``, as in torch."""
     for name, value in by.items():
         setattr(optimizer, name, value)
     try:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ampfuse.optim")
 
-# From the default scale to the default minimum are 40 overflows.
+# The default scale reaches the default minimum after 40 overflows.
 STRETCH = 200
-# How many steps apart a device is asked for its count.
+# The count on a device is read every so many steps.
 LOOK = 20
 
 
@@ -30,9 +30,9 @@ def _copy_of(field: str) -> Callable[[Any], Tensor]:
 
 
 class LastStep:
-    """What an optimizer's last step decided, as device tensors; reading one is what waits.
+    """What an optimizer's last step decided, as device tensors; only reading a value waits.
 
-    Each is a 0-dim tensor on the parameters' device, copied at the time of asking.
+    Each is a 0-dim tensor on the parameters' device, copied when it is asked for.
 
     Attributes:
         skipped: float32, 1 if the step was skipped because a gradient held inf or NaN, else 0.
@@ -70,22 +70,22 @@ class LastStep:
 
 
 class SkipWatch:
-    """Raises, a stretch later, after `STRETCH` steps in a row that were skipped.
+    """Raises after `STRETCH` skipped steps in a row, up to as many steps later.
 
-    Warns of the first skipped step that it sees, and whenever their number reached a power of two.
+    Warns at the first skipped step that it sees, and when their number reaches a power of two.
     """
 
     def __init__(self) -> None:
         self._steps = 0
-        self._counts: list[Sample] = []  # of skipped steps, one a stretch, the latest last
+        self._counts: list[Sample] = []  # skipped steps, each `STRETCH` steps, the latest last
         self._seen = 0  # skipped steps
-        self._look: Sample | None = None  # of what `_tell` tells of
+        self._look: Sample | None = None  # for the next warning
 
-    def after_step(self, table: Any, skipped: bool, tells: bool) -> None:
+    def after_step(self, table: Any, skipped: bool, warns: bool) -> None:
         """Call after each step of an optimizer's `table`; `skipped`: the host knows that it was."""
         self._steps += 1
-        if tells and (skipped or self._look is not None or self._steps % LOOK == 0):
-            self._tell(table)
+        if warns and (skipped or self._look is not None or self._steps % LOOK == 0):
+            self._warn(table)
         if self._steps % STRETCH != 1:
             return
         count = table.inspector.state_field("skipped_steps")
@@ -97,7 +97,7 @@ class SkipWatch:
             if after - before == STRETCH:
                 raise RuntimeError(_message(table))
 
-    def _tell(self, table: Any) -> None:
+    def _warn(self, table: Any) -> None:
         fields = [table.inspector.state_field(name) for name in ("skipped_steps", "last_bad_row")]
         if is_captured(fields[0]):
             return
@@ -109,8 +109,8 @@ class SkipWatch:
         if count.bit_length() > self._seen.bit_length():
             _log.warning(
                 "A step was skipped and changed nothing, as the gradient of %s was not finite: %d "
-                "of %d so far. amp.explain_overflow names where that began; skip_nonfinite=False "
-                "lets such steps through.",
+                "of %d so far. amp.explain_overflow finds the operation where that began; "
+                "skip_nonfinite=False applies such steps.",
                 table.name(row) if 0 <= row < len(table) else "another process",
                 count,
                 self._steps,
@@ -123,6 +123,6 @@ def _message(table: Any) -> str:
     where = f"; the last was in {table.name(row)}" if row >= 0 else ""
     return (
         f"{STRETCH} steps in a row were skipped: every backward pass left inf or NaN in a "
-        f"gradient{where}. No loss scale helps then. Look at the loss (is it finite without amp?), "
+        f"gradient{where}. No loss scale helps. Check the loss (is it finite without amp?), "
         "the learning rate and the data. The parameters are those of the last applied step."
     )

@@ -1,9 +1,11 @@
-"""Parameters that are spread over processes (torch's DTensor): shards, and what ranks decide.
+"""Parameters that are sharded over processes (torch's DTensor).
 
-Kernels work on the local shard of a parameter, and states are DTensors placed as it is. Whether a
-step is skipped, the norm that clips it and the norms of rows are of all shards together: of each
-inspection every rank gathers what all have found, in one collective, and adds it in the order of
-ranks. So all decide alike, and nobody waits for the device.
+Kernels work on the local shard of a parameter, and states are DTensors with its placements. The
+skip decision, the norm for clipping and the norms of rows are of all shards together: after each
+inspection every rank gathers the findings of all ranks, in one collective, and adds them in the
+order of ranks. So all ranks decide alike, and no host waits for its device.
+
+:class:`Gathered` brings whole tensors to single ranks, for rules that need whole matrices.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What a DTensor holds in this process; any other tensor as it is."""
+    """The local shard of a DTensor; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -38,9 +40,9 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def placed_as(param: Tensor, shard: Tensor) -> Tensor:
-    """The DTensor whose local tensor is `shard`, in the shape and places of `param`.
+    """The DTensor whose local tensor is `shard`, with the shape and placements of `param`.
 
-    `shard` itself where `param` is no DTensor, or the shapes differ, as of scales of codes.
+    `shard` itself if `param` is not a DTensor, or the shapes differ, as those of scales do.
     """
     if not is_sharded(param) or shard.shape != local(param).shape:
         return shard
@@ -58,7 +60,7 @@ def placed_as(param: Tensor, shard: Tensor) -> Tensor:
 
 
 def origin(param: Any) -> int:
-    """Where the shard of a DTensor begins among its elements, counted row by row."""
+    """The index of the first element of a DTensor's shard, counted row by row."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place_of
 
     _, offset = place_of(param.shape, param.device_mesh, param.placements)
@@ -66,14 +68,14 @@ def origin(param: Any) -> int:
 
 
 def redistributed(gradient: Any, param: Any) -> Tensor:
-    """A gradient as DTensor in the places of its parameter: a partial sum becomes the sum."""
+    """A gradient with the placements of its parameter: a partial sum becomes the sum."""
     with torch.no_grad():
         return gradient.redistribute(param.device_mesh, param.placements)
 
 
 @contextlib.contextmanager
 def on_shards(state: dict[str, Any], param: Tensor) -> Iterator[dict[str, Any]]:
-    """`state` of `param` with local shards for DTensors; what changes there is written back."""
+    """`state` of `param` with local shards for DTensors; changes are written back."""
     if not is_sharded(param):
         yield state
         return
@@ -91,9 +93,9 @@ class Ranks:
     """The processes that step the same parameters together.
 
     Attributes:
-        group: to which each hands what it found.
-        counted_elsewhere: rows of which another rank has the same shard, and adds the norm: bool,
-            [rows], on the device. None where there are none.
+        group: the processes, which exchange what they find.
+        counted_elsewhere: rows whose norm another rank adds, as it has the same shard: bool,
+            [rows], on the device. None if there are none.
     """
 
     group: ProcessGroup
@@ -101,9 +103,9 @@ class Ranks:
 
     @classmethod
     def of(cls, params: list[Tensor]) -> Ranks | None:
-        """None where every parameter is whole, or there is one process.
+        """The ranks of `params`; None if none is sharded, or there is one process.
 
-        Raises ValueError if the meshes of the parameters do not lie within one of them.
+        Raises ValueError unless the largest of the meshes contains all others.
         """
         meshes: list[DeviceMesh | None] = [getattr(param, "device_mesh", None) for param in params]
         largest = max((mesh for mesh in meshes if mesh), key=lambda mesh: mesh.size(), default=None)
@@ -114,7 +116,7 @@ class Ranks:
             if mesh is not None and not ranks.issuperset(mesh.mesh.flatten().tolist()):
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is on {mesh} and another on "
-                    f"{largest}, which does not have all its ranks. Use an optimizer for each."
+                    f"{largest}, which does not contain all its ranks. Use an optimizer for each."
                 )
         elsewhere = [not _is_first_replica(param, min(ranks)) for param in params]
         device = local(params[0]).device
@@ -122,7 +124,7 @@ class Ranks:
         return cls(group_of(largest), counted)
 
     def join(self, table: ParamTable) -> None:
-        """From now on the steps of `table` are decided together."""
+        """Have the ranks decide the steps of `table` together from now on."""
 
         def gather(mine: Tensor) -> Tensor:
             everyone = mine.new_empty(self.group.size() * mine.numel())
@@ -132,7 +134,7 @@ class Ranks:
         table.inspector.set_gather(gather, self.counted_elsewhere)
 
     def share(self, flag: Tensor) -> None:
-        """Make `flag` (float32) the largest of all ranks'."""
+        """Set `flag` (float32) to the maximum over all ranks."""
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self.group)
 
 
@@ -140,14 +142,14 @@ def _is_first_replica(param: Any, first_rank: int) -> bool:
     """Whether this process is the first of those that hold the same shard of `param`."""
     if not is_sharded(param):
         return torch.distributed.get_rank() == first_rank
-    # Of meshes side by side, as those of one dimension of a larger mesh, the first one counts.
+    # If several meshes are the rows of a larger mesh, the first one counts.
     at = zip(param.placements, param.device_mesh.get_coordinate() or (), strict=False)
     is_first = not any(place.is_replicate() and coordinate for place, coordinate in at)
     return first_rank in param.device_mesh.mesh and is_first
 
 
 def group_of(mesh: DeviceMesh) -> ProcessGroup:
-    """The processes of a mesh, of any number of dimensions."""
+    """The processes of a mesh with any number of dimensions."""
     if mesh.size() == torch.distributed.get_world_size():
         return torch.distributed.group.WORLD  # type: ignore[return-value]
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
@@ -159,14 +161,14 @@ _Shape = tuple[int, ...]
 class Gathered:
     """Local tensors of DTensors on one mesh; every rank gets some of the tensors whole.
 
-    One collective brings them there and one back. Which rank gets which follows from what each
-    costs there, so that all have about the same to do. Every rank has to have the same tensors.
+    One collective brings them there and one back. They are distributed so that all ranks have
+    about the same work. Every rank must pass the same tensors.
 
     Arguments:
         mesh: of the DTensors.
-        like: the DTensors that say where the local tensors belong, by any key.
-        shards: the local tensors, of any type and of the layouts of the DTensors' own.
-        costs: what each costs the rank that has it whole.
+        like: by any key, the DTensors that give shapes and placements.
+        shards: the local tensors, of any type, laid out as the local tensors of `like`.
+        costs: the work that each tensor is for the rank that has it whole.
     """
 
     def __init__(
@@ -201,20 +203,20 @@ class Gathered:
         return self._whole
 
     def give_back(self) -> None:
-        """Begin to have the local tensors hold what the whole ones hold by now."""
+        """Begin to send the whole tensors back to the local ones."""
         self._begin(
             [[self._whole[k][self._pieces[k][r].block] for k in self._mine] for r in self._ranks],
             [[tuple(self._shards[key].shape) for key in owned] for owned in self._owned],
         )
 
     def take_back(self) -> None:
-        """... and wait for that."""
+        """Wait until the local tensors have the values of the whole ones."""
         for owned, found in zip(self._owned, self._end(), strict=True):
             for key, piece in zip(owned, found, strict=True):
                 self._shards[key].copy_(piece)
 
     def _shared_out(self, costs: dict[Any, float]) -> list[list[Any]]:
-        """Of each rank the keys of its tensors: the dearest first, to who has least by then."""
+        """The keys of each rank's tensors: the most expensive first, to the least loaded rank."""
         owned: list[list[Any]] = [[] for _ in self._ranks]
         load = [0.0] * len(owned)
         for key in sorted(costs, key=lambda key: (-costs[key], key)):
@@ -243,7 +245,7 @@ class Gathered:
         )
 
     def _end(self) -> list[list[Tensor]]:
-        """What came from each rank."""
+        """The tensors that came from each rank."""
         self._work.wait()
         sizes = [math.prod(shape) for of in self._expected for shape in of]
         tensors = iter(self._received.split(sizes))
@@ -251,16 +253,16 @@ class Gathered:
 
 
 class _Piece(NamedTuple):
-    """What a rank has of a tensor: of each dimension a slice, or the indices."""
+    """A rank's part of a tensor: for each dimension a slice, or the indices."""
 
     block: tuple[Any, ...]
     shape: _Shape
-    is_first: bool  # of the ranks that have it: this one sends it
+    is_first: bool  # among the ranks that have it, so it is the one that sends it
 
 
 @functools.lru_cache(maxsize=4096)
 def _pieces(mesh: DeviceMesh, shape: _Shape, placements: tuple[Any, ...]) -> list[_Piece]:
-    """What each rank has of a DTensor."""
+    """The part of a DTensor that each rank has."""
     group = group_of(mesh)
     found = []
     for rank in range(group.size()):
@@ -282,7 +284,7 @@ def _pieces(mesh: DeviceMesh, shape: _Shape, placements: tuple[Any, ...]) -> lis
 
 
 def _block(indices: list[Tensor]) -> tuple[Any, ...]:
-    """What indexes a block: slices, or, where some dimension has gaps between, the indices."""
+    """The index of a block: slices, or the indices if some dimension has gaps."""
     flat = [of.view(-1) for of in indices]
     ends = [(int(of[0]), int(of[-1]) + 1) if len(of) else (0, 0) for of in flat]
     if any(end - first != len(of) for (first, end), of in zip(ends, flat, strict=True)):

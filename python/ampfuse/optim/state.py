@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,18 +27,18 @@ _CODED = [storage for storage in STORAGES.values() if storage.block]
 
 
 def storage_for(wanted: str, param: Tensor) -> Storage:
-    """What a state of `param` is stored in where `wanted` was asked for."""
+    """The storage type of a state of `param` where the type `wanted` was asked for."""
     storage = STORAGES[wanted]
     return FP32 if param.numel() < storage.min_elements else storage
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A state of an algorithm, by its place in the kernel's order.
+    """A state of an algorithm, by its place in the kernel's order, in any storage type.
 
-    It is one tensor under its name; in codes it is uint8 of the parameter's shape under the name
-    and the type's suffix (``<name>_codes``), so that nobody who looks for the name takes codes for
-    values, and ``<name>_scale``.
+    It is one tensor under its name. Quantized it is two: uint8 of the parameter's shape under the
+    name and the type's suffix (``<name>_codes``), so that code that looks for the name does not
+    take quantized values for the state, and ``<name>_scale``.
     """
 
     algorithm: str
@@ -46,24 +47,24 @@ class Stored:
 
     @classmethod
     def of(cls, algorithm: str, names: tuple[str, ...]) -> tuple[Stored, ...]:
-        """The states of `algorithm` that are called so."""
+        """The states of `algorithm` with these names."""
         states = ALGORITHMS[algorithm].states
         return tuple(cls(algorithm, states.index(name), name) for name in names)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All that it may stand under, what is of the parameter's shape first."""
+        """All keys that it may have, those of the parameter's shape first."""
         keys = [of.keys(self.name) for of in STORAGES.values()]
         return tuple(dict.fromkeys([*(first for first, *_ in keys), *itertools.chain(*keys)]))
 
     def shapes(self, param: Tensor, storage: Storage) -> dict[str, tuple[int, ...]]:
-        """Of what it stands under for `param`."""
+        """The shapes of its tensors for `param`, by key."""
         first, *scale = storage.keys(self.name)
         blocks = (storage.scales(local(param).numel()),)
         return {first: tuple(param.shape), **dict.fromkeys(scale, blocks)}
 
     def storage_in(self, state: dict[str, Any], likely: Storage = FP32) -> Storage | None:
-        """How `state` has it; None if not. Scales alone, whose name is the same, are `likely`'s."""
+        """Its storage type in `state`; None if missing. Scales alone may be of any: `likely`."""
         found = {of: state.keys() & {*of.keys(self.name)} for of in _CODED}
         if any(found.values()):
             return max(_CODED, key=lambda of: (len(found[of]), of is likely))
@@ -75,7 +76,7 @@ class Stored:
         )
 
     def values(self, state: dict[str, Any]) -> Tensor:
-        """Its values, float32."""
+        """Its values, as float32."""
         storage = self.storage_in(state)
         assert storage is not None
         lists = [state[key] for key in storage.keys(self.name)]
@@ -86,7 +87,7 @@ class Stored:
         return values
 
     def fit(self, state: dict[str, Any], param: Tensor, storage: Storage, fill: float) -> None:
-        """Have it in `storage` in `state`, laid out as `param`; full of `fill` if it was not."""
+        """Convert it in `state` to `storage` and the layout of `param`; a new one is `fill`."""
         there = self.storage_in(state)
         if there is None and fill == 0:
             for tensor in self._make(state, param, storage):
@@ -102,7 +103,7 @@ class Stored:
         self.put(state, values, storage)
 
     def put(self, state: dict[str, Any], values: Tensor, storage: Storage) -> None:
-        """Have `values` (float32, in the parameter's layout) in `state`, rounded to nearest."""
+        """Store `values` (float32, in the parameter's layout) in `state`, rounded to nearest."""
         lists = self._make(state, values, storage)
         if storage.block:
             _core.C.encode_state(self.algorithm, self.place, values, storage.name, lists)
@@ -110,7 +111,7 @@ class Stored:
             lists[0].copy_(values)
 
     def _make(self, state: dict[str, Any], like: Tensor, storage: Storage) -> list[Tensor]:
-        """What it stands under, in place of what there was; with no values yet."""
+        """Replace its tensors in `state` by new ones, which have no values yet."""
         for key in self.keys:
             state.pop(key, None)
         first, *scale = storage.keys(self.name)
@@ -123,7 +124,7 @@ class Stored:
 
 
 def dtype_of(storage: Storage) -> torch.dtype:
-    """Of the tensor that has a state's elements."""
+    """The type of the tensor with a state's elements."""
     return {32: torch.float32, 16: torch.bfloat16, 8: torch.uint8}[storage.bits]
 
 
@@ -132,10 +133,10 @@ _Kept = tuple[str, tuple[str, ...]]
 
 
 class StateOfParameters(defaultdict[Tensor, Any]):
-    """``optimizer.state`` of a fused optimizer: true, and whole, to whoever asks whether it is.
+    """``optimizer.state`` of a fused optimizer: ``bool(state)`` makes all states and is True.
 
-    torch.distributed.checkpoint asks that before it reads an optimizer or loads one, of which it
-    loads what is there. Where nothing is, it would make a step with gradients of zero.
+    torch.distributed.checkpoint asks for it before it reads an optimizer, or loads into the states
+    that it finds. Without any it would make a step with gradients of zero.
     """
 
     states: States | None = None
@@ -148,24 +149,24 @@ class StateOfParameters(defaultdict[Tensor, Any]):
 
 
 class States(Component):
-    """The tensors of ``optimizer.state`` that the table of an optimizer works on.
+    """Binds the tensors of ``optimizer.state`` to the table of an optimizer.
 
     Attributes:
-        are_bound: whether the table has what was in ``state`` at the last look.
-        are_shown: whether somebody asked for all of them, with their counts.
+        are_bound: the table has the tensors that were in ``state`` at the last look.
+        are_shown: all states were asked for, with their step counts.
     """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.algorithm = optimizer.algorithm
         self.are_bound = self.are_shown = False
-        # At the last look: of each group, and whether there were averages.
+        # At the last look: what each group keeps, and whether there were averages.
         self._by_group: list[_Kept] = []
         self._has_averages = False
-        # Of an algorithm whose states start at a gradient: those that the table works on, and what
-        # it counts of each.
+        # For an algorithm whose states start at a gradient: the states in the table, with their
+        # step counts.
         self._started: list[tuple[dict[str, Any], Tensor]] = []
-        # Of a row the tensors, by their keys in the state, that a captured graph works on.
+        # For each row the tensors, by their keys in the state, that a captured graph works on.
         self._pinned: dict[int, dict[str, Tensor]] = {}
 
     @property
@@ -186,22 +187,22 @@ class States(Component):
         if name not in algorithm.storages:
             storages = " or ".join(map(repr, algorithm.storages))
             raise ValueError(
-                f"{type(optimizer).__name__} keeps no states in {STORAGES[name].bits} bits. "
-                f"Instead of state_dtype={name!r} use {storages}."
+                f"{type(optimizer).__name__} does not support state_dtype={name!r}, states in "
+                f"{STORAGES[name].bits} bits; use {storages}"
             )
         return name
 
     def wanted(self) -> list[_Kept]:
-        """How the groups say that states are kept."""
+        """What the groups ask for: storage types, and names of states."""
         return list(map(self._wanted, self.optimizer.param_groups))
 
     def _wanted(self, group: dict[str, Any]) -> _Kept:
         return self.storage_of(group), self.optimizer.algorithm_in(group).states_in(group)
 
     def follow_group(self, i: int, group: dict[str, Any]) -> None:
-        """Note whether the states of a group that was changed are others now.
+        """Note whether a group that was changed asks for other states now.
 
-        Raises ValueError if some are there that are stored in another type.
+        Raises ValueError if it has states that are stored in another type.
         """
         if self._has_averages != (self.optimizer.ema_decay is not None):
             self.are_bound = False
@@ -214,13 +215,13 @@ class States(Component):
         self.are_bound = False
 
     def forget(self) -> None:
-        """There are rows of which the table knows nothing; a captured graph is of others."""
+        """There are new rows, so nothing is bound, and captured graphs are of others."""
         self._pinned, self.are_bound = {}, False
 
     # --- binding --------------------------------------------------------------------------------
 
     def bind(self) -> None:
-        """After a load, a copy, an edit or new rows: the table takes over ``state``."""
+        """Give the table ``state`` after a load, a copy, an edit or new rows."""
         self.discard_uninitialized()
         self._started = []
         optimizer, params = self.optimizer, self.optimizer._rows.params
@@ -241,21 +242,21 @@ class States(Component):
         self.remember()
 
     def remember(self) -> None:
-        """The table has all that is in ``state`` now."""
+        """The table has everything that is in ``state`` now."""
         self._table.remember(states=self.optimizer.state)
         self.are_bound = True
 
     @torch.no_grad()
     def make_all(self) -> bool:
-        """Make what the first gradients would, where there are parameters and their step is ours.
+        """Make the states that the first gradients would make, with step counts of 0.
 
-        A count of 0 says of each that it has not begun. Returns whether they are there.
+        Returns whether there are any: parameters, whose step is the fused one.
         """
         optimizer = self.optimizer
         is_ours = optimizer is not None and not optimizer._has_own_step
         if not is_ours or next(parameters(optimizer), None) is None:
             return False
-        optimizer._check_not_swapped("what looks at states")
+        optimizer._check_not_swapped("reading all states")
         if not self.are_shown:
             self.discard_uninitialized()
             self.are_bound, self.are_shown = False, True
@@ -268,7 +269,7 @@ class States(Component):
         return True
 
     def init_row(self, row: int) -> None:
-        """State for a row; zeros where there is none. Counts are views of a column."""
+        """Bind the state of a row, with zeros where it has none. Counts are views of a column."""
         param = self.optimizer._rows.params[row]
         with on_shards(self.optimizer.state[param], param) as state:
             self._bind_row(row, state)
@@ -283,9 +284,9 @@ class States(Component):
             found = [value for key in stored.keys if (value := state.get(key)) is not None]
             if found and found[0].shape != param.shape:
                 raise ValueError(
-                    f"{stored.name} of {table.name(row)} was given shape {tuple(found[0].shape)}, "
-                    f"and the parameter has {tuple(param.shape)}. Assign one of that shape, or "
-                    "delete the state to start anew."
+                    f"{stored.name} of {table.name(row)} must have the parameter's shape "
+                    f"{tuple(param.shape)}, got {tuple(found[0].shape)}. Delete the state to start "
+                    "anew."
                 )
             stored.fit(state, param, storage, self._fresh_value)
             keys = storage.keys(stored.name)
@@ -295,13 +296,13 @@ class States(Component):
 
     @property
     def _fresh_value(self) -> float:
-        """What a fresh state is filled with."""
+        """The value of a fresh state."""
         name = self.algorithm.filled_with
         return 0.0 if name is None else float(self.optimizer.defaults[name])
 
     def _average(self, row: int, state: dict[str, Any]) -> Tensor | None:
-        """The moving average of a row, which starts as the parameter is now."""
-        if self.optimizer.ema_decay is None:  # one that was loaded would be saved again as it was
+        """The moving average of a row, which starts at the parameter's present value."""
+        if self.optimizer.ema_decay is None:  # a loaded one would be saved again, outdated
             state.pop("ema", None)
             return None
         if state.get("ema") is None:
@@ -309,16 +310,35 @@ class States(Component):
         self._use_pinned(row, state, ("ema",))
         return state["ema"]
 
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def averages_in_model(self, table: ParamTable) -> Iterator[None]:
+        """In the block the model's weights are their moving averages; masters do not follow."""
+        table.masters.refresh()  # afterwards every edit counts as known
+        weights = []
+        for row, param in enumerate(self.optimizer._rows.params):
+            if (average := self.optimizer.state.get(param, {}).get("ema")) is not None:
+                model = table.model(row)
+                weight = table.param(row) if model is None else model
+                weights.append((weight, weight.detach().clone()))
+                weight.copy_(local(average))
+        try:
+            yield
+        finally:
+            for weight, before in weights:
+                weight.copy_(before)
+            table.masters.accept_model_weights()
+
     # --- numbers --------------------------------------------------------------------------------
 
     def _columns(self) -> dict[str, Tensor]:
-        """State that is one number a parameter, by name: float32 columns of the table."""
+        """States that are one number per parameter, by name: float32 columns of the table."""
         columns = (self._table.steps, self._table.norm_averages)
         return {name: of() for name, of in zip(self.algorithm.numbers, columns, strict=False)}
 
-    # torch's SGD keeps no step count: a buffer that exists has been started. Ours is a device
-    # column, so a buffer that exists may still wait for its first applied step. It is in the state
-    # where random bits depend on it, and in those that were asked for.
+    # torch's SGD keeps no step count: a buffer that exists has been started. Here one may exist
+    # though its first step was skipped, so the table counts. The count is in the state if random
+    # bits depend on it, or if all states were asked for.
 
     def _bind_numbers(self, state: dict[str, Any], row: int) -> None:
         columns = self._columns()
@@ -334,7 +354,7 @@ class States(Component):
             state[name] = column[row]
 
     def _saved_number(self, state: dict[str, Any], row: int, name: str) -> Any:
-        """The number of a state that was loaded or copied; that of a fresh one."""
+        """The number in a state that was loaded or copied, or that of a fresh one."""
         if not self.algorithm.starts_at_gradient:
             return state.get(name, self.optimizer._first_step if name == "step" else 0)
         has_start = self._start.storage_in(state) is not None
@@ -343,12 +363,12 @@ class States(Component):
 
     @property
     def _start(self) -> Stored:
-        """The state that starts as the first gradient."""
+        """The state whose first value is the first gradient."""
         (stored,) = Stored.of(self.algorithm.name, self.algorithm.states[-1:])
         return stored
 
     def discard_uninitialized(self) -> None:
-        """Write None for states whose first step was skipped, as torch would have them."""
+        """Write None for states whose first step was skipped, as torch has them."""
         if not self._started or self.are_shown:
             return
         start, counts = self._start, torch.stack([count for _, count in self._started]).tolist()
@@ -362,9 +382,9 @@ class States(Component):
     # --- states that keep their memory ----------------------------------------------------------
 
     def pin(self) -> None:
-        """From now on states keep their memory, which a captured graph knows by address.
+        """From now on states keep their memory, since a captured graph holds its addresses.
 
-        What is loaded or assigned is copied into it.
+        Loaded or assigned tensors are copied into it.
         """
         for row, param in enumerate(self.optimizer._rows.params):
             state = self.optimizer.state.get(param, {})
@@ -375,7 +395,7 @@ class States(Component):
             }
 
     def _use_pinned(self, row: int, state: dict[str, Any], keys: Iterable[str]) -> None:
-        """Put the tensors back that a captured graph knows, with what is in the state now."""
+        """Put the tensors of a captured graph back, with the values that the state has now."""
         for key in self._pinned.get(row, {}).keys() & keys:
             pinned = self._pinned[row][key]
             if pinned is not state[key]:

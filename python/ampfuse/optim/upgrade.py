@@ -1,7 +1,7 @@
 """Turn an existing optimizer, in place, into one that amp can scale, inspect and skip.
 
-One of torch's that has a fused step here becomes that; any other keeps its own step, around which
-there are FP32 masters and scaling (:class:`GenericOptimizer`).
+An optimizer of torch that has a fused counterpart becomes that. Any other keeps its own step, which
+gets FP32 masters and loss scaling (:class:`GenericOptimizer`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def upgrade(
 
     Raises:
         TypeError: a parameter is neither float32, float16 nor bfloat16; ``"split"`` for an
-            optimizer with a step of its own.
-        ValueError: `master_weights` is none of its values, or does not go with the options of
+            optimizer that is not fused.
+        ValueError: `master_weights` has a wrong value, or does not go with the options of
             `optimizer`. Nothing has changed then.
     """
     check_upgrade(optimizer, master_weights)
@@ -73,9 +73,8 @@ def check_upgrade(
     if fused_class(stepper) is None:
         if master_weights == "split":
             raise TypeError(
-                f"master_weights='split' is stepped by fused optimizers alone, and "
-                f"{type(stepper).__name__} has a step of its own. Use one of ampfuse.optim, or "
-                "master_weights=True."
+                f"master_weights='split' needs a fused optimizer, and {type(stepper).__name__} has "
+                "a step of its own. Use one of ampfuse.optim, or master_weights=True."
             )
         return
     if isinstance(stepper, FusedOptimizer):
@@ -83,16 +82,16 @@ def check_upgrade(
 
 
 def fused_class(optimizer: torch.optim.Optimizer) -> type[FusedOptimizer] | None:
-    """The class with a fused step that `optimizer` has or gets; None: it keeps its own step."""
+    """The fused class that `optimizer` has or gets; None if it keeps its own step."""
     if isinstance(optimizer, FusedOptimizer):
         return type(optimizer) if is_fused(optimizer) else None
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return None
-    return FUSED.get(type(optimizer))  # by exact type: a subclass may step otherwise
+    return FUSED.get(type(optimizer))  # by exact type: a subclass may step differently
 
 
 def _drop_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Masters of a checkpoint that was loaded before: nobody would follow them from now on."""
+    """Drop masters of a checkpoint that was loaded before: no step would update them."""
     for each in with_wrapped(optimizer):
         for state in getattr(each, "state", {}).values():
             if isinstance(state, dict):
@@ -101,9 +100,9 @@ def _drop_masters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _follow_class(optimizer: torch.optim.Optimizer) -> None:
-    """What torch keeps per class or per instance and a change of class leaves behind."""
-    # Step hooks live in a wrapper that torch puts on the class. What a class that does without
-    # torch's constructor has not made is made here: the lists of hooks, at least.
+    """Update what torch keeps per class or per instance after a change of class."""
+    # Step hooks live in a wrapper that torch puts on the class. This also makes what a class that
+    # does not call torch's constructor lacks: the lists of hooks, at least.
     optimizer.__dict__.setdefault("defaults", {})
     torch.optim.Optimizer.__setstate__(optimizer, {})
     if isinstance(optimizer, FusedOptimizer):
@@ -115,14 +114,15 @@ def _follow_class(optimizer: torch.optim.Optimizer) -> None:
 
 
 class GenericOptimizer(AmpOptimizer):
-    """What :func:`ampfuse.optim.upgrade` puts in front of an optimizer's class.
+    """The class that :func:`ampfuse.optim.upgrade` puts in front of an optimizer's class.
 
     The wrapped step runs on FP32 masters with unscaled FP32 gradients; afterwards the model
-    weights are the masters, rounded. Such a step is host code, so where an overflow skips it the
-    host has to know whether to run it, and reads that once per step, as torch's GradScaler does.
+    weights are the masters, rounded. Such a step is host code. Where an overflow skips it, the
+    host must know whether to run it, so it reads the flag once per step, as torch's GradScaler
+    does.
     """
 
-    # Also where a subclass of a fused optimizer has a step of its own.
+    # Also where a subclass of a fused optimizer overrides `step`.
     _step_supports_amp_scaling = True
     _algorithm = "none"
     _original_class: type[torch.optim.Optimizer]
@@ -155,8 +155,8 @@ class GenericOptimizer(AmpOptimizer):
             self._watch_skips(True)
             return None
         table.gradients.materialize(all=True)
-        # The gradients are unscaled; torch's own steps would read these too, and some refuse them.
-        driven = {key: self.__dict__.pop(key) for key in _FROM_SCALER if key in self.__dict__}
+        # The gradients are unscaled; torch's own steps would use these too, and some raise.
+        flags = {key: self.__dict__.pop(key) for key in _FROM_SCALER if key in self.__dict__}
         larc, self._layerwise = self._layerwise, None
         try:
             layerwise = larc.rescaled(self) if larc is not None else contextlib.nullcontext()
@@ -167,8 +167,8 @@ class GenericOptimizer(AmpOptimizer):
             with layerwise, torch.autocast(table.param(0).device.type, enabled=False):
                 result = step(self, *args, **kwargs)
         finally:
-            self.__dict__.update(driven)
-        if not isinstance(self, GenericOptimizer):  # it called a fused step, which did the rest
+            self.__dict__.update(flags)
+        if not isinstance(self, GenericOptimizer):  # the step called a fused one: all is done
             return result
         table.masters.publish()
         table.plan.finish_step()
@@ -177,7 +177,7 @@ class GenericOptimizer(AmpOptimizer):
         return result
 
     def _after_publishing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure evaluates the model, so the model has to follow the masters first."""
+        """A closure evaluates the model, so the model must get the masters' values first."""
         device_type = self._rows.params[0].device.type
         as_outside = torch.autocast(
             device_type,
@@ -194,12 +194,12 @@ class GenericOptimizer(AmpOptimizer):
 
     @dynamo_disable
     def clip_next_step(self, max_norm: float) -> Tensor:
-        # The wrapped step reads .grad, so the gradients themselves have to be clipped.
+        # The wrapped step reads .grad, so the gradients themselves must be clipped.
         return torch.nn.utils.clip_grad_norm_(list(parameters(self)), max_norm)
 
     @dynamo_disable
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The original class's, if it has its own: what that takes and leaves is its choice."""
+        """The original class's, if it has its own, with its arguments and effects."""
         original = self._original_class.zero_grad
         if original is torch.optim.Optimizer.zero_grad:
             super().zero_grad(*args, **kwargs)
@@ -218,14 +218,14 @@ _FROM_SCALER = ("grad_scale", "found_inf")
 
 @functools.cache
 def generic_class(original: Any) -> type[GenericOptimizer]:
-    """`original` with amp's mixin in front; one class per original, under its name."""
+    """`original` with :class:`GenericOptimizer` in front; one class per original, with its name."""
     own = {name: _called_as(original, name) for name in ("step", "zero_grad")}
     own |= {"__module__": original.__module__, "_original_class": original}
     return type(original.__name__, (GenericOptimizer, original), own)
 
 
 def _called_as(original: Any, name: str) -> Any:
-    """Our method `name`, with the signature that the original class's has."""
+    """The method `name` of GenericOptimizer, with the signature of the original class's."""
     ours = getattr(GenericOptimizer, name)
 
     @functools.wraps(ours)
