@@ -531,7 +531,7 @@ def test_a_proxy_of_nothing_is_refused_before_anything_changes():
             yield self
 
     proxy = Opaque(Net())
-    with pytest.raises(TypeError, match="Opaque only passes for a module"):
+    with pytest.raises(TypeError, match="Opaque is a proxy"):
         amp.initialize(proxy, opt_level="O2", verbosity=0)
     assert proxy.module.fc.weight.dtype == f32
     assert type(proxy.module) is Net

@@ -32,11 +32,11 @@ class GradScaler(torch.amp.GradScaler):
 
     What else differs from torch's:
 
-    - FP16 gradients of these optimizers are welcome. ``unscale_`` replaces half gradients by FP32
+    - FP16 gradients of these optimizers are supported. ``unscale_`` replaces half gradients by FP32
       ones, since rounding them back would lose what scaling has saved (1e-3 / 65536 is 0 in FP16).
     - ``scaler.clip_grad_norm_(optimizer, max_norm)`` clips without materialising unscaled
       gradients.
-    - the scale has a floor (and a ceiling): a NaN that stays cannot halve it to 0.
+    - the scale has a minimum and a maximum: a persistent NaN cannot halve it to 0.
 
     Arguments:
         device: device type that scales live on; None = "cuda" if there is a GPU, else "cpu".
@@ -112,7 +112,7 @@ class GradScaler(torch.amp.GradScaler):
             found_inf = torch.stack(flags).amax() if flags else torch.zeros_like(scale)
             grad_scale = getattr(optimizer, "grad_scale", None)
         else:
-            found_inf = None  # the optimizer looks for itself, in the pass it makes anyway
+            found_inf = None  # the optimizer inspects the gradients anyway
             # torch multiplies by a grad_scale that the user had set on the optimizer; so do we.
             of_user = getattr(optimizer, "grad_scale", None)
             grad_scale = scale if of_user is None else scale * of_user
@@ -127,12 +127,12 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _step_other(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """torch's way, for a step that is not ours."""
+        """torch's step of the scaler, for third-party optimizers and custom steps."""
         state = self._per_optimizer_states[id(optimizer)]
         scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         if state["stage"] is OptState.READY and not scales_itself:
             self.unscale_(optimizer)
-        # A step of a subclass's own, or around ours: most insist on the parameter's type.
+        # Most custom steps need gradients of the parameter's type.
         for parameter in parameters(optimizer) if state["stage"] is OptState.UNSCALED else ():
             if parameter.grad is not None and parameter.dtype in HALF_DTYPES:
                 parameter.grad = parameter.grad.to(parameter.dtype)
@@ -175,7 +175,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Unscale and check every gradient; half ones of our optimizers become FP32."""
         check_optimizer(optimizer, "scaler.unscale_(optimizer)")
-        # torch allows FP16 where it only looks, for its own fused optimizers: the scale is 1 then.
+        # torch allows FP16 if it only inspects, for its own fused optimizers: the scale is 1 then.
         if allow_fp16 or not hasattr(optimizer, "unscale_gradients"):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         sticky = optimizer.unscale_gradients(self._scale)

@@ -56,7 +56,7 @@ class FusedOptimizer(AmpOptimizer):
     skip_by_default = True
     # Options that a group cannot have, and keys that others put into the groups.
     _not_in_groups = frozenset(RULES.keys() - {"state_dtype"})
-    _keys_of_others: Set[str] = frozenset()
+    _third_party_keys: Set[str] = frozenset()
     # The next step clips to this L2 norm instead of `max_grad_norm`.
     clip_once: float | None = None
     # For each group, the numbers that the steps of a captured graph read on the device.
@@ -158,7 +158,7 @@ class FusedOptimizer(AmpOptimizer):
         ZeroRedundancyOptimizer repeat the optimizer's arguments in its groups.) Groups of torch's
         optimizers, and those of a checkpoint, may have such keys with another meaning.
         """
-        found = self._not_in_groups & group.keys() - self._keys_of_others
+        found = self._not_in_groups & group.keys() - self._third_party_keys
         for name in sorted(found):
             if group[name] != getattr(self, name):
                 raise ValueError(
@@ -168,9 +168,9 @@ class FusedOptimizer(AmpOptimizer):
                 )
         return bool(found)
 
-    def note_keys_of_others(self) -> None:
+    def note_third_party_keys(self) -> None:
         """The keys that are in the groups now were not meant for ampfuse."""
-        self._keys_of_others = {key for group in self.param_groups for key in group}
+        self._third_party_keys = {key for group in self.param_groups for key in group}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -327,7 +327,7 @@ class FusedOptimizer(AmpOptimizer):
         super().__setstate__(state)
         self.state = self.state
         self._states.are_bound = False
-        self.note_keys_of_others()
+        self.note_third_party_keys()
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:

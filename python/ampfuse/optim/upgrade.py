@@ -57,7 +57,7 @@ def upgrade(
         optimizer.__class__ = fused_class(optimizer) or generic_class(cls)
         _follow_class(optimizer)
         if isinstance(optimizer, FusedOptimizer):
-            optimizer.note_keys_of_others()
+            optimizer.note_third_party_keys()
     assert isinstance(optimizer, AmpOptimizer)
     optimizer.go_under_amp(master_weights=master_weights, names=names or {})
     if not master_weights:
