@@ -446,7 +446,7 @@ def test_the_state_of_another_optimizer(kind, saved, how):
     optimizer, other = trained(kind, how), trained(saved, "alone")
     if {kind, saved} <= {"adam-all", "adamw"} or (kind, saved) in AS_IF_OWN:
         return
-    of_each = rf"is of .*{type(other).__name__}.* which {type(optimizer).__name__} does not keep"
+    of_each = rf"is of .*{type(other).__name__}.* which {type(optimizer).__name__} does not use"
     with refused(optimizer, rf"({of_each}|is missing in the state dict).*Nothing was loaded"):
         optimizer.load_state_dict(other.state_dict())
     train(optimizer)
