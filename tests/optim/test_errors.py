@@ -56,9 +56,7 @@ def test_gradients(kind, case, masters, device):
 def test_parameters_of_another_dtype(optimizer, dtype):
     param = torch.ones(4, 3, dtype=dtype, requires_grad=True)
     name = optimizer.__name__
-    with pytest.raises(
-        TypeError, match=rf"{name} supports .*got {dtype} of shape .*Convert the model"
-    ):
+    with pytest.raises(TypeError, match=rf"{name} supports .*got {dtype} of .*Convert the model"):
         optimizer([param])
     good = optimizer(parameters([(3,)]))
     with pytest.raises(TypeError, match=str(dtype)):
