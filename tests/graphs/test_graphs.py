@@ -592,9 +592,9 @@ WRONG = {
     "fewer rows": ((X[:5], Y[:5]), r"inputs is .* \(5, 6\), .* \(8, 6\)\. .*drop_last=True"),
     "fewer columns": ((X, Y[:, :1]), r"targets\[0\] is .* \(8, 1\)"),
     "type": ((X.double(), Y), "inputs is torch.float64 .* torch.float32"),
-    "no target": ((X,), r"another structure .*targets\[0\]"),
-    "two targets": ((X, Y, Y), r"another structure .*targets\[1\]"),
-    "a list": (([X], Y), r"another structure .*inputs\[0\]"),
+    "no target": ((X,), r"structure differs .*targets\[0\]"),
+    "two targets": ((X, Y, Y), r"structure differs .*targets\[1\]"),
+    "a list": (([X], Y), r"structure differs .*inputs\[0\]"),
     "a number": ((X, 3.0), r"targets\[0\] is 3.0, and .* with torch.float32"),
 }
 

@@ -116,12 +116,12 @@ def cast_everywhere() -> None:
 
 
 def restore_torch() -> None:
-    """Put back what ampfuse has changed of torch in this process, for a training that is over.
+    """Undo what ampfuse has changed in torch in this process, after a training.
 
     This is autocast, where :func:`cast_everywhere` has left it on in this thread; functions that
     ``register_..._function`` replaced; ``DistributedDataParallel.no_sync``; and the CPU's kernels
-    for half types (:func:`ampfuse.cpu_half_ops`). What somebody else has replaced since stays.
-    Models and optimizers keep their level, and the next ``initialize`` replaces anew what it needs.
+    for half types (:func:`ampfuse.cpu_half_ops`). Later replacements by other code stay. Models and
+    optimizers keep their level, and the next ``initialize`` replaces again what it needs.
     The page docs/what_it_changes.md has the whole list.
     """
     _sessions.end_everywhere()
@@ -152,8 +152,8 @@ def state_dict(
 ) -> dict[str, Any]:
     """The loss scalers' state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
 
-    Of the latest ``initialize``, or of the one that `optimizer` went through. Empty if amp is off.
-    It is written into `destination`, if that is given.
+    The scalers are those of the latest ``initialize``, or of the one that `optimizer` went through.
+    The state is empty if amp is off, and written into `destination`, if that is given.
     Masters and moments are in ``optimizer.state_dict()``. Waits for the device.
 
     Raises:
@@ -174,7 +174,7 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None =
     scalers than ``initialize`` made is used as far as it goes, with a warning, as in apex.
 
     Raises:
-        RuntimeError: this is no state of loss scalers.
+        RuntimeError: `state_dict` is not the state of loss scalers.
         ValueError: a scale that is not positive and finite, or a count below 0. Nothing has changed
             then.
     """
@@ -187,7 +187,7 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None =
         )
     for key, state in state_dict.items():
         if not str(key).startswith("loss_scaler"):
-            raise RuntimeError(f"{key!r} is no loss scaler; this is not the state of amp.")
+            raise RuntimeError(f"{key!r} is not a loss scaler, so this is not the state of amp.")
         LossScaler.check_state(state, key)
     scalers = {f"loss_scaler{i}": scaler for i, scaler in enumerate(session.loss_scalers)}
     if scalers.keys() != state_dict.keys():

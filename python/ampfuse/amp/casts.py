@@ -330,19 +330,19 @@ def _state_dict_in_float32(
                 _latest_copy[module] = copy.detach(), own._version
 
 
-# Of a module, what a state dict had last of one small weight, and the version of that weight.
+# For a module, the latest state dict's copy of one small weight, and the version of that weight.
 _latest_copy: WeakKeyDictionary[nn.Module, tuple[Tensor, int]] = WeakKeyDictionary()
 _WATCHED = 1 << 16
 
 
 def _warn_if_written(module: nn.Module, weight: Tensor) -> None:
-    """Warn if somebody wrote to the latest copy, as if it were the weight, and loaded nothing."""
+    """Warn if the latest copy was written to, as if it were the weight, and nothing was loaded."""
     copy, version = _latest_copy.pop(module, (None, -1))
     if copy is not None and copy._version > 0 and weight._version == version:
         warnings.warn(
             f"What was written into the state_dict() of this {type(module).__name__} is lost: the "
             "model is half, and its state dict holds FP32 copies. A moving average of an "
-            "initialized model (timm's ModelEmaV3) stands still so: use ema_decay= of the "
+            "initialized model (timm's ModelEmaV3) never changes: use ema_decay= of the "
             "optimizer and swap_ema(), or make the average before amp.initialize. Otherwise call "
             "load_state_dict with what you wrote.",
             stacklevel=2,
