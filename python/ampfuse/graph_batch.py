@@ -38,8 +38,8 @@ class Batch:
                 raise ValueError(
                     f"{name} is {now}, and the step was captured with {then}. A graph has one "
                     "shape: use DataLoader(drop_last=True) or pad, or run such a batch through an "
-                    "eager step. Python numbers are constants of the graph: pass tensors for values "
-                    "that change."
+                    "eager step. Python numbers are constants of the graph: pass tensors for "
+                    "values that change."
                 )
         return [leaf for leaf in found.values() if isinstance(leaf, Tensor)]
 

@@ -86,8 +86,8 @@ class Graph:
             *step._buffers.values(),
             *step._scaling_tensors(),
             *(value for value in states if isinstance(value, torch.Tensor)),
-            optimizer._table.steps(),
-            optimizer._table.norm_averages(),
+            optimizer._rows.table.steps(),
+            optimizer._rows.table.norm_averages(),
             captured.step_state(),
         ]
 
@@ -99,7 +99,7 @@ class Graph:
         stepped = getattr(optimizer, "_opt_called", False)
         self._set(self.groups, self.on_device)
         # Edits of weights are no business of a graph, and its own are behind the host's back.
-        optimizer._table.masters.accept_model_weights()
+        optimizer._rows.table.masters.accept_model_weights()
         try:
             with torch.autograd._unsafe_preserve_version_counter(tuple(self.memory())):
                 results = self.call._call(*self.call._tensors)
@@ -639,7 +639,7 @@ REFUSED = {
     "no batch": (
         lambda m: {"sample_batch": torch.ones(3)},
         TypeError,
-        r"sample_batch is a Tensor; .*\(inputs, \*targets\)",
+        r"sample_batch must be \(inputs, \*targets\), got Tensor",
     ),
     "an array": (
         lambda m: {"sample_batch": (torch.ones(8, 6), torch.ones(8, 3).numpy())},
@@ -776,8 +776,8 @@ def test_marked_rows_agree(device):
     masters = [master.detach().clone() for master in amp.master_params(training.optimizer)]
     with torch.no_grad():
         training.model[0].weight.mul_(2)
-    training.optimizer._table.plan.mark_stepped()
-    training.optimizer._table.masters.refresh()
+    training.optimizer._rows.table.plan.mark_stepped()
+    training.optimizer._rows.table.masters.refresh()
     assert all(map(torch.equal, amp.master_params(training.optimizer), masters))
 
 

@@ -109,8 +109,14 @@ def scale_loss(
         scaling: AbstractContextManager[Tensor] = contextlib.nullcontext(loss.float())
     else:
         scaling = scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
-    with _open(optimizers), scaling as scaled, cast_state.off_if_left_on():
-        yield scaled
+    for optimizer in optimizers:  # in the block their steps and other scale_loss blocks raise
+        optimizer.in_backward = True
+    try:
+        with scaling as scaled, cast_state.off_if_left_on():
+            yield scaled
+    finally:
+        for optimizer in optimizers:
+            optimizer.in_backward = False
     # apex's message: for it the host waits for the device.
     if session.verbosity >= 2 and scaler.dynamic and any(o.found_inf_flag for o in optimizers):
         _log.warning(
@@ -134,18 +140,6 @@ def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Any]
         for one in listed:
             check_optimizer(one, _CALL)
         raise
-
-
-@contextlib.contextmanager
-def _open(optimizers: Sequence[Any]) -> Iterator[None]:
-    """In the block steps and other scale_loss blocks of `optimizers` raise."""
-    for optimizer in optimizers:
-        optimizer.in_backward = True
-    try:
-        yield
-    finally:
-        for optimizer in optimizers:
-            optimizer.in_backward = False
 
 
 @contextlib.contextmanager
