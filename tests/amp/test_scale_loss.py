@@ -763,11 +763,23 @@ def test_a_backward_pass_of_another_loss_is_told_of(level, how):
     optimizer.zero_grad()
 
 
+class TakesItsClass:
+    """A wrapper that takes on the class of its optimizer, as Lightning's and Fabric's do."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.__class__ = type("Wrapper", (TakesItsClass, type(optimizer)), {})
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+
 @levels
-def test_step_and_another_block_inside_the_block_are_errors(level):
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, TakesItsClass])
+def test_step_and_another_block_inside_the_block_are_errors(level, wrap):
     model, optimizer = make(level)
     nested = pytest.raises(RuntimeError, match="nested")
-    with amp.scale_loss(model(torch.ones(1)).sum() * 0.5, optimizer) as scaled:
+    with amp.scale_loss(model(torch.ones(1)).sum() * 0.5, wrap(optimizer)) as scaled:
         scaled.backward()
         with pytest.raises(RuntimeError):
             optimizer.step()
