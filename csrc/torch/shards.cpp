@@ -67,7 +67,7 @@ bool is_dtensor(py::handle object) {
 const at::Tensor& tensor_of(py::handle object) { return THPVariable_Unpack(object.ptr()); }
 
 py::object helper(const char* name) {
-  return py::module_::import("ampfuse.optim.shards").attr(name);
+  return py::module_::import("ampfuse.optim.sharding").attr(name);
 }
 
 // The gradient of a row's DTensor as Python has it; null without one. One that is placed otherwise

@@ -23,8 +23,6 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from ampfuse import plugs
-
 if TYPE_CHECKING:
     from ampfuse import amp, doctor, graphs, insight, nn, ops, optim
     from ampfuse.amp import GradScaler
@@ -61,26 +59,20 @@ __all__ = [
     "optim",
 ]
 
-# Loaded at first use: `import ampfuse` stays cheap next to `import torch`.
+# Imported at first use: `import ampfuse` stays cheap next to `import torch`, and a layer reaches
+# one above it as an attribute of `ampfuse`.
 _MODULES = frozenset({"amp", "doctor", "graphs", "insight", "nn", "ops", "optim"})
 
-# So is what is shown here and, by lower floors, of upper ones.
-plugs.plug_in(
-    {
-        "ampfuse.GradScaler": "ampfuse.amp:GradScaler",
-        "ampfuse.cpu_half_ops": "ampfuse.half_ops:cpu_half_ops",
-        "ampfuse.amp.advise": "ampfuse.doctor:advise",
-        "ampfuse.amp.explain_overflow": "ampfuse.insight:explain_overflow",
-        "ampfuse.amp.memory_report": "ampfuse.insight:memory_report",
-        "optimizer.meter": "ampfuse.insight:Meter",
-    }
-)
+# By name, the module that has it.
+_NAMES = {"GradScaler": "amp", "cpu_half_ops": "half_ops"}
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"ampfuse.{name}")
-    return plugs.at(f"ampfuse.{name}")
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"ampfuse.{_NAMES[name]}"), name)
+    raise AttributeError(f"module 'ampfuse' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

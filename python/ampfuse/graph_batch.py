@@ -16,9 +16,7 @@ class Batch:
 
     def __init__(self, sample: Sequence[Any]) -> None:
         if not isinstance(sample, (tuple, list)) or not sample:
-            raise TypeError(
-                f"sample_batch is a {type(sample).__name__}; it has to be (inputs, *targets)"
-            )
+            raise TypeError(f"sample_batch must be (inputs, *targets), got {type(sample).__name__}")
         leaves, self._structure = _flat(tuple(sample))
         for name, leaf in leaves.items():
             if not isinstance(leaf, (Tensor, *self._CONSTANTS)):
@@ -33,14 +31,15 @@ class Batch:
         found, structure = _flat(batch)
         if structure != self._structure:
             others = sorted(found.keys() ^ self._leaves.keys())
-            raise ValueError(f"the batch has another structure than captured: see {others}")
+            raise ValueError(f"batch structure differs from the captured one in {others}")
         for name, expected in self._leaves.items():
             now, then = _describe(found[name]), _describe(expected)
             if now != then:
                 raise ValueError(
                     f"{name} is {now}, and the step was captured with {then}. A graph has one "
                     "shape: use DataLoader(drop_last=True) or pad, or run such a batch through an "
-                    "eager step. Of numbers, pass tensors if they change."
+                    "eager step. Python numbers are constants of the graph: pass tensors for "
+                    "values that change."
                 )
         return [leaf for leaf in found.values() if isinstance(leaf, Tensor)]
 
@@ -52,7 +51,7 @@ class Batch:
 
 
 def _flat(batch: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
-    """What is in a batch, by a name such as ``inputs['mask']``, and its structure."""
+    """The leaves of a batch, by names such as ``inputs['mask']``, and its structure."""
     leaves, structure = tree_flatten_with_path(batch)
     named = {}
     for path, leaf in leaves:

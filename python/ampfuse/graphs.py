@@ -25,9 +25,8 @@ from ampfuse.amp import scale_loss
 from ampfuse.amp import session as sessions
 from ampfuse.graph_batch import Batch
 from ampfuse.optim.captured import CapturedOptimizer
-from ampfuse.optim.checks import check
 from ampfuse.optim.fused import FusedOptimizer, is_fused
-from ampfuse.optim.options import RULES
+from ampfuse.optim.options import RULES, check
 
 __all__ = ["EAGER_CALLS", "GraphedCall", "GraphedStep", "make_graphed_step"]
 

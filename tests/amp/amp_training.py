@@ -8,7 +8,7 @@ from torch import nn
 
 from ampfuse import amp
 from ampfuse.optim.base import AmpOptimizer
-from ampfuse.optim.generic import GenericOptimizer
+from ampfuse.optim.upgrade import GenericOptimizer
 from cases import f32, same_bits
 
 WITH_MASTERS = ("O2", "O5")

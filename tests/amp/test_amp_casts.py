@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_flatten
 
 from amp_training import backward
-from ampfuse import amp, trees
+from ampfuse import amp, pytree
 from cases import LEVELS, bf16, f16, f32, f64, through_a_file
 
 levels = pytest.mark.parametrize("level", LEVELS)
@@ -249,7 +249,7 @@ x = torch.ones(2)
     ids=lambda v: type(v).__name__ if not callable(v) else "",
 )
 def test_containers_are_cast_and_keep_their_type(value, look):
-    found = trees.cast(value, f16)
+    found = pytree.cast(value, f16)
     assert look(found).dtype == f16
     assert type(found) is type(value)
     assert look(value).dtype == f32, "the caller's own object must not change"
@@ -267,7 +267,7 @@ def test_what_is_not_cast_is_the_same_object():
     objects = [DeviceBatch(x=x), Batch, nn.Linear(2, 2)]
     holding_integers = [{"a": [1, x.int()]}, pack_sequence([x.long(), x[:1].long()])]
     for value in tensors + values + objects + holding_integers:
-        assert trees.cast(value, f16) is value, type(value)
+        assert pytree.cast(value, f16) is value, type(value)
 
 
 leaves = st.sampled_from([x, x.long(), x.double(), x.half(), None, "s", 1])
@@ -284,7 +284,7 @@ structures = st.recursive(
 
 @given(structures)
 def test_any_nesting_is_cast_leaf_by_leaf(value):
-    (old, shape), (new, found) = tree_flatten(value), tree_flatten(trees.cast(value, bf16))
+    (old, shape), (new, found) = tree_flatten(value), tree_flatten(pytree.cast(value, bf16))
     assert found == shape
     for a, b in zip(old, new, strict=True):
         if isinstance(a, torch.Tensor) and a.is_floating_point():
@@ -531,7 +531,7 @@ def test_a_proxy_of_nothing_is_refused_before_anything_changes():
             yield self
 
     proxy = Opaque(Net())
-    with pytest.raises(TypeError, match="Opaque only passes for a module"):
+    with pytest.raises(TypeError, match="Opaque is a proxy"):
         amp.initialize(proxy, opt_level="O2", verbosity=0)
     assert proxy.module.fc.weight.dtype == f32
     assert type(proxy.module) is Net

@@ -21,7 +21,7 @@ import amp_training
 from amp_training import ORDERS, TIMES, WITH_MASTERS, resume
 from ampfuse import amp, optim
 from cases import CODED, KINDS, LEVELS, assert_same, f32, make, make_torch, through_a_file
-from foreign_optimizers import WRAPPERS, KeptInFloat32
+from third_party_optimizers import WRAPPERS, KeptInFloat32
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -323,5 +323,5 @@ def test_flat_states_resume_or_say_what_they_lack(level, mode, tmp_path):
         again.resume(tmp_path, flatten_optimizer_state_dict=True)
         assert_same(again.state()["optimizer"], training.state()["optimizer"])
         return
-    with pytest.raises(ValueError, match=r"(is missing|has to be a tensor).*Nothing was"):
+    with pytest.raises(ValueError, match=r"(is missing|must be a tensor).*Nothing was"):
         again.resume(tmp_path, flatten_optimizer_state_dict=True)

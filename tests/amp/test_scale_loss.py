@@ -243,22 +243,22 @@ WRONG = [
     ({"keep_batchnorm_fp32": "yes"}, AssertionError, "keep_batchnorm_fp32 is 'yes'"),
     ({"loss_scale": "128x"}, ValueError, "loss_scale is '128x'.*a positive number"),
     ({"num_losses": 0}, ValueError, "num_losses must be"),
-    ({"growth_factor": 1.0}, ValueError, "growth_factor is 1.0; it has to be above 1"),
-    ({"backoff_factor": 1.0}, ValueError, "backoff_factor is 1.0; it has to be between"),
-    ({"growth_interval": 0}, ValueError, "growth_interval is 0; it has to be a whole"),
-    ({"growth_interval": 1.5}, ValueError, "growth_interval is 1.5; it has to be a whole"),
-    ({"hysteresis": 0}, ValueError, "hysteresis is 0; it has to be a whole"),
-    ({"init_scale": -1.0}, ValueError, "init_scale is -1.0; it has to be positive"),
-    ({"max_loss_scale": None}, ValueError, "max_loss_scale is None; it has to be at"),
+    ({"growth_factor": 1.0}, ValueError, "growth_factor is 1.0; it must be above 1"),
+    ({"backoff_factor": 1.0}, ValueError, "backoff_factor is 1.0; it must be between"),
+    ({"growth_interval": 0}, ValueError, "growth_interval is 0; it must be a whole"),
+    ({"growth_interval": 1.5}, ValueError, "growth_interval is 1.5; it must be a whole"),
+    ({"hysteresis": 0}, ValueError, "hysteresis is 0; it must be a whole"),
+    ({"init_scale": -1.0}, ValueError, "init_scale is -1.0; it must be positive"),
+    ({"max_loss_scale": None}, ValueError, "max_loss_scale is None; it must be at"),
     ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "max_loss_scale is 4.0"),
     ({"verbosity": "1"}, TypeError, "verbosity must be 0, 1 or 2, not '1'"),
-    ({"enabled": "no"}, ValueError, "^enabled is 'no'; it has to be True or False"),
+    ({"enabled": "no"}, ValueError, "^enabled is 'no'; it must be True or False"),
     ({"enabled": "O5"}, ValueError, rf"^enabled is 'O5'; .*\. {CALL}"),
     ({"enabled": bf16}, ValueError, rf"^enabled is torch.bfloat16; .*\. {CALL}"),
-    ({"fuse": "yes"}, ValueError, "^fuse is 'yes'; it has to be True or False$"),
+    ({"fuse": "yes"}, ValueError, "^fuse is 'yes'; it must be True or False$"),
     ({"master_weights": "Split"}, ValueError, "^master_weights is .*True, False or 'split'"),
     *(
-        ({name: "x"}, ValueError, f"{name} is 'x'; it has to be")
+        ({name: "x"}, ValueError, f"{name} is 'x'; it must be")
         for name in (*NO_SCALING, "growth_interval", "hysteresis")
     ),
 ]
@@ -763,11 +763,23 @@ def test_a_backward_pass_of_another_loss_is_told_of(level, how):
     optimizer.zero_grad()
 
 
+class TakesItsClass:
+    """A wrapper that takes on the class of its optimizer, as Lightning's and Fabric's do."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.__class__ = type("Wrapper", (TakesItsClass, type(optimizer)), {})
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+
 @levels
-def test_step_and_another_block_inside_the_block_are_errors(level):
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, TakesItsClass])
+def test_step_and_another_block_inside_the_block_are_errors(level, wrap):
     model, optimizer = make(level)
     nested = pytest.raises(RuntimeError, match="nested")
-    with amp.scale_loss(model(torch.ones(1)).sum() * 0.5, optimizer) as scaled:
+    with amp.scale_loss(model(torch.ones(1)).sum() * 0.5, wrap(optimizer)) as scaled:
         scaled.backward()
         with pytest.raises(RuntimeError):
             optimizer.step()

@@ -8,14 +8,14 @@ import torch
 
 from amp_training import Training
 from ampfuse import amp
-from ampfuse.optim import skip_watch
+from ampfuse.optim import last_step
 
 STRETCH = 20
 
 
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch):
-    monkeypatch.setattr(skip_watch, "STRETCH", STRETCH)
+    monkeypatch.setattr(last_step, "STRETCH", STRETCH)
 
 
 def training(optimizer=torch.optim.AdamW, level="O2", **options):

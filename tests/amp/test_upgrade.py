@@ -12,9 +12,9 @@ from torch import nn
 
 from amp_training import WITH_MASTERS, Training, follows_plain_torch
 from ampfuse import amp, optim
-from ampfuse.optim.generic import GenericOptimizer
+from ampfuse.optim.upgrade import GenericOptimizer
 from cases import LEVELS, assert_same_bits, f32, same_bits, snapshot
-from foreign_optimizers import Counting, KeptInFloat32, Lookahead
+from third_party_optimizers import Counting, KeptInFloat32, Lookahead
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),

@@ -408,7 +408,7 @@ def test_the_rule_of_a_scale_can_be_assigned():
     backward(model, optimizer, float("inf"))
     assert scaler.loss_scale() == 2.0**12
     with pytest.raises(
-        ValueError, match="growth_interval is 0; it has to be a whole number of at least 1"
+        ValueError, match="growth_interval is 0; it must be a whole number of at least 1"
     ):
         scaler._scale_seq_len = 0
     assert (scaler._scale_seq_len, scaler._max_loss_scale) == (4, 2.0**14)

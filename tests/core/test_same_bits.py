@@ -94,7 +94,7 @@ def steps(name, sizes, device, count=4):
             for i, optimizer in enumerate(optimizers):
                 optimizer.step()
                 found[f"{name} {i} norm {step}"] = optimizer.last_step.grad_norm
-                clip = optimizer._table.inspector.state_field("clip_coef").clone()
+                clip = optimizer._rows.table.inspector.state_field("clip_coef").clone()
                 found[f"{name} {i} clip {step}"] = clip
         for i, optimizer in enumerate(optimizers):
             found |= {f"{name} {i} {key}": value for key, value in snapshot(optimizer).items()}

@@ -89,8 +89,8 @@ class Graph:
             *step._buffers.values(),
             *step._scaling_tensors(),
             *(value for value in states if isinstance(value, torch.Tensor)),
-            optimizer._table.steps(),
-            optimizer._table.norm_averages(),
+            optimizer._rows.table.steps(),
+            optimizer._rows.table.norm_averages(),
             captured.step_state(),
         ]
 
@@ -102,7 +102,7 @@ class Graph:
         stepped = getattr(optimizer, "_opt_called", False)
         self._set(self.groups, self.on_device)
         # Edits of weights are no business of a graph, and its own are behind the host's back.
-        optimizer._table.masters.accept_model_weights()
+        optimizer._rows.table.masters.accept_model_weights()
         try:
             with torch.autograd._unsafe_preserve_version_counter(tuple(self.memory())):
                 results = self.call._call(*self.call._tensors)
@@ -595,9 +595,9 @@ WRONG = {
     "fewer rows": ((X[:5], Y[:5]), r"inputs is .* \(5, 6\), .* \(8, 6\)\. .*drop_last=True"),
     "fewer columns": ((X, Y[:, :1]), r"targets\[0\] is .* \(8, 1\)"),
     "type": ((X.double(), Y), "inputs is torch.float64 .* torch.float32"),
-    "no target": ((X,), r"another structure .*targets\[0\]"),
-    "two targets": ((X, Y, Y), r"another structure .*targets\[1\]"),
-    "a list": (([X], Y), r"another structure .*inputs\[0\]"),
+    "no target": ((X,), r"structure differs .*targets\[0\]"),
+    "two targets": ((X, Y, Y), r"structure differs .*targets\[1\]"),
+    "a list": (([X], Y), r"structure differs .*inputs\[0\]"),
     "a number": ((X, 3.0), r"targets\[0\] is 3.0, and .* with torch.float32"),
 }
 
@@ -642,7 +642,7 @@ REFUSED = {
     "no batch": (
         lambda m: {"sample_batch": torch.ones(3)},
         TypeError,
-        r"sample_batch is a Tensor; .*\(inputs, \*targets\)",
+        r"sample_batch must be \(inputs, \*targets\), got Tensor",
     ),
     "an array": (
         lambda m: {"sample_batch": (torch.ones(8, 6), torch.ones(8, 3).numpy())},
@@ -809,8 +809,8 @@ def test_marked_rows_agree(device):
     masters = [master.detach().clone() for master in amp.master_params(training.optimizer)]
     with torch.no_grad():
         training.model[0].weight.mul_(2)
-    training.optimizer._table.plan.mark_stepped()
-    training.optimizer._table.masters.refresh()
+    training.optimizer._rows.table.plan.mark_stepped()
+    training.optimizer._rows.table.masters.refresh()
     assert all(map(torch.equal, amp.master_params(training.optimizer), masters))
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import ampfuse
 from ampfuse import amp, insight, optim
+from ampfuse.async_read import Sample
 from ampfuse.insight.overflow import _SkipsInARow
-from ampfuse.optim import skip_watch
 from two_processes import in_two_processes
 
 INF = math.inf
@@ -579,7 +579,7 @@ def test_what_does_not_tell_of_skipped_steps():
 
 
 def test_counts_on_a_device_are_not_waited_for(monkeypatch):
-    class Slow(skip_watch.Sample):
+    class Slow(Sample):
         asked = 0
 
         def has_arrived(self):

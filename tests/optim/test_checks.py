@@ -59,7 +59,7 @@ HYPER = [
 
 @pytest.mark.parametrize(("kind", "name"), HYPER)
 def test_hyper_parameters_of_wrong_types(kind, name):
-    message = rf"^{name} is .*; it has to be"
+    message = rf"^{name} is .*; it must be"
     optimizer = make(kind, parameters())
     for wrong in WRONG[name]:
         with pytest.raises(ValueError, match=message):
@@ -109,7 +109,7 @@ OPTIONS = {  # what they have to be, and what is not that
 @pytest.mark.parametrize("cls", ALL)
 def test_options_that_cannot_be(cls, name):
     words, values = OPTIONS[name]
-    message = rf"^{name} is .*; it has to be {words}"
+    message = rf"^{name} is .*; it must be {words}"
     assert OPTIONS.keys() == optim.Options.__annotations__.keys()
     optimizer = cls(parameters(), lr=0.1)
     right = getattr(optimizer, name)
@@ -140,7 +140,7 @@ def test_options_of_the_whole_optimizer_in_a_group(cls, name):
     value = OF_THE_WHOLE[name]
     if (cls, name) == (torch.optim.AdamW, "master_weights"):
         value = "split"  # True is what O5 says
-    message = rf"^{name}={value!r} stands in a parameter group.*constructor.*optimizer.{name}"
+    message = rf"^{name}={value!r} is set in a parameter group.*constructor.*optimizer.{name}"
     model = nn.Linear(3, 2)
     optimizer = cls(model.parameters(), lr=0.1)
     group = {"params": parameters(), name: value}
@@ -166,7 +166,7 @@ def test_an_option_that_a_group_repeats():
     train(optimizer)
     optimizer.param_groups[0]["ema_decay"] = 0.9
     give_gradients(params_of(optimizer))
-    with refused(optimizer, r"^ema_decay=0\.9 stands in a parameter group"):
+    with refused(optimizer, r"^ema_decay=0\.9 is set in a parameter group"):
         optimizer.step()
     optimizer.ema_decay = 0.9
     train(optimizer)
@@ -355,10 +355,10 @@ def damages(optimizer):
         of = rf"{key} for (weight|param_groups\[0\]\['params'\]\[0\] of shape .*) "
         if isinstance(value, torch.Tensor) and value.dim():
             yield damaged(key, torch.ones(7).to(value.dtype)), rf"{of}has shape \(7,\).*Nothing"
-            yield damaged(key, [1.0]), rf"{of}is \[1.0\] .*; it has to be a tensor of shape"
+            yield damaged(key, [1.0]), rf"{of}is \[1.0\] .*; it must be a tensor of shape"
         else:
             for wrong in (-5.0, nan, inf, torch.tensor(nan), torch.tensor(-1), "3", torch.ones(2)):
-                message = rf"{of}is .*; it has to be a finite number of at least 0"
+                message = rf"{of}is .*; it must be a finite number of at least 0"
                 yield damaged(key, wrong), message
         algorithm = optimizer.algorithm
         may_lack = set() if algorithm.uses_count else {"step"}
@@ -446,7 +446,7 @@ def test_the_state_of_another_optimizer(kind, saved, how):
     optimizer, other = trained(kind, how), trained(saved, "alone")
     if {kind, saved} <= {"adam-all", "adamw"} or (kind, saved) in AS_IF_OWN:
         return
-    of_each = rf"is of .*{type(other).__name__}.* which {type(optimizer).__name__} does not keep"
+    of_each = rf"is of .*{type(other).__name__}.* which {type(optimizer).__name__} does not use"
     with refused(optimizer, rf"({of_each}|is missing in the state dict).*Nothing was loaded"):
         optimizer.load_state_dict(other.state_dict())
     train(optimizer)
@@ -509,7 +509,7 @@ def test_damaged_loss_scales(key):
     right = {"loss_scale": 4.0, "unskipped": 3, "hysteresis_left": 1}
     for wrong in SCALES[key]:
         damaged = {**right, key: wrong}
-        with pytest.raises(ValueError, match=f"^{key} of loss_scaler1 is .*; it has to be"):
+        with pytest.raises(ValueError, match=f"^{key} of loss_scaler1 is .*; it must be"):
             amp.load_state_dict({"loss_scaler0": right, "loss_scaler1": damaged})
         assert amp.state_dict() == before
         with pytest.raises(ValueError, match=f"^{key} of the loss scaler is "):

@@ -215,7 +215,7 @@ def amp_training(level, name, driver, mode):
         if step == 7:  # weights anew, masters exactly
             state = model.state_dict()
             new = {k: fractions(tuple(v.shape), i) + 0.75 for i, (k, v) in enumerate(state.items())}
-            optimizer.follow_edits()
+            optimizer.sync_masters_from_model()
             model.load_state_dict(new)
             names = {id(weight): name for name, weight in model.named_parameters()}
             for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -697,7 +697,7 @@ def test_every_mode_loads_every_other(source, target):
     copy_weights(params, others)
     other.load_state_dict(saved)
     other.param_table()
-    other.keep_bound()
+    other.ensure_bound()
     found, exact = (each.torch_state_dict()["state"] for each in (other, optimizer))
     for i, param in enumerate(params):
         assert found[i]["step"] == exact[i]["step"] == 3
@@ -779,7 +779,7 @@ def test_a_groups_choice_stays_its_own():
 
 @pytest.mark.parametrize("kind", ["LAMB", "NovoGrad"])
 def test_whose_states_are_no_codes(kind):
-    params, message = parameters(f32), f"{kind} keeps no states in 8 bits.*use 'fp32' or 'bf16'"
+    params, message = parameters(f32), f"{kind} does not support.*in 8 bits; use 'fp32' or 'bf16'"
     optimizer = getattr(optim, kind)(params[:2])
     for wrong, told in (("8bit", message), ("4bit", "state_dtype is '4bit'")):
         with pytest.raises(ValueError, match=told):

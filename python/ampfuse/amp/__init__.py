@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+import ampfuse as _ampfuse
 from ampfuse import half_ops as _half_ops
-from ampfuse import plugs as _plugs
 from ampfuse.amp import function_casts as _function_casts
 from ampfuse.amp import no_sync as _no_sync
 from ampfuse.amp import session as _sessions
@@ -41,7 +41,7 @@ from ampfuse.amp.grad_scaler import GradScaler
 from ampfuse.amp.initialize import initialize
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.optim.inner import check_optimizer, parameters
+from ampfuse.optim.param_groups import check_optimizer, parameters
 
 if TYPE_CHECKING:
     from ampfuse.doctor import advise
@@ -74,7 +74,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return _plugs.at(f"{__name__}.{name}")
+    """The functions of layers above this one, which are imported at first use."""
+    if name == "advise":
+        return _ampfuse.doctor.advise
+    if name in ("explain_overflow", "memory_report"):
+        return getattr(_ampfuse.insight, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -87,9 +92,9 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         TypeError: `optimizer` is something else, such as the model.
     """
     check_optimizer(optimizer, "amp.master_params(optimizer)")
-    follow_edits = getattr(optimizer, "follow_edits", None)
-    if follow_edits is not None:
-        follow_edits()
+    sync_masters_from_model = getattr(optimizer, "sync_masters_from_model", None)
+    if sync_masters_from_model is not None:
+        sync_masters_from_model()
     return parameters(optimizer)
 
 
@@ -111,12 +116,12 @@ def cast_everywhere() -> None:
 
 
 def restore_torch() -> None:
-    """Put back what ampfuse has changed of torch in this process, for a training that is over.
+    """Undo what ampfuse has changed in torch in this process, after a training.
 
     This is autocast, where :func:`cast_everywhere` has left it on in this thread; functions that
     ``register_..._function`` replaced; ``DistributedDataParallel.no_sync``; and the CPU's kernels
-    for half types (:func:`ampfuse.cpu_half_ops`). What somebody else has replaced since stays.
-    Models and optimizers keep their level, and the next ``initialize`` replaces anew what it needs.
+    for half types (:func:`ampfuse.cpu_half_ops`). Later replacements by other code stay. Models and
+    optimizers keep their level, and the next ``initialize`` replaces again what it needs.
     The page docs/what_it_changes.md has the whole list.
     """
     _sessions.end_everywhere()
@@ -147,8 +152,8 @@ def state_dict(
 ) -> dict[str, Any]:
     """The loss scalers' state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
 
-    Of the latest ``initialize``, or of the one that `optimizer` went through. Empty if amp is off.
-    It is written into `destination`, if that is given.
+    The scalers are those of the latest ``initialize``, or of the one that `optimizer` went through.
+    The state is empty if amp is off, and written into `destination`, if that is given.
     Masters and moments are in ``optimizer.state_dict()``. Waits for the device.
 
     Raises:
@@ -169,7 +174,7 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None =
     scalers than ``initialize`` made is used as far as it goes, with a warning, as in apex.
 
     Raises:
-        RuntimeError: this is no state of loss scalers.
+        RuntimeError: `state_dict` is not the state of loss scalers.
         ValueError: a scale that is not positive and finite, or a count below 0. Nothing has changed
             then.
     """
@@ -182,7 +187,7 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None =
         )
     for key, state in state_dict.items():
         if not str(key).startswith("loss_scaler"):
-            raise RuntimeError(f"{key!r} is no loss scaler; this is not the state of amp.")
+            raise RuntimeError(f"{key!r} is not a loss scaler, so this is not the state of amp.")
         LossScaler.check_state(state, key)
     scalers = {f"loss_scaler{i}": scaler for i, scaler in enumerate(session.loss_scalers)}
     if scalers.keys() != state_dict.keys():

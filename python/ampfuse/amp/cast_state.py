@@ -1,8 +1,8 @@
-"""Autocast beyond the models' ``forward``: where it is left on, and where it is off again.
+"""Autocast outside the models' ``forward``: where it is left on, and where it is off again.
 
-At O1 and O4 autocast is on inside ``forward``. :func:`leave_on` has it stay on outside too, in this
-thread. It is off there in the ``forward`` of models at other levels, in backward passes and in
-steps, and keeps no casts of weights, which may change at any time.
+At O1 and O4 autocast is on inside ``forward``. :func:`leave_on` leaves it on outside too, in this
+thread: but not in the ``forward`` of models at other levels, in backward passes and in steps. Its
+cache is off, as weights may change at any time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # Device types that autocast is left on for, with its type there before.
+        # Device types that autocast is left on for, with the previous autocast type of each.
         self.left_on: dict[str, torch.dtype] = {}
         self.disabled = 0
 
@@ -49,14 +49,14 @@ def end() -> None:
 
 @functools.cache
 def _end_in_forks() -> None:
-    """In a worker that loads data nothing is computed for the model."""
+    """Workers that load data compute nothing for the model."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=end)
 
 
 @contextlib.contextmanager
 def inside_forward(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Autocast in the ``forward`` of a model at O1 or O4, whatever was left on outside."""
+    """Autocast in the ``forward`` of a model at O1 or O4, also if it was left on outside."""
     outer, thread.left_on = thread.left_on, {}
     try:
         with torch.autocast(device_type, dtype=dtype, cache_enabled=True):
@@ -78,11 +78,11 @@ def _autocast_off() -> Iterator[None]:
         yield
 
 
-forward_ran = False  # of a model at O1 or O4, since the latest ``initialize``
+forward_ran = False  # whether a model at O1 or O4 ran since the latest ``initialize``
 
 
 def note_forward(ran: bool = True) -> None:
-    """A forward begins; or, where none `ran`, a training. Compiles to one store."""
+    """A forward begins, or with ``ran=False`` a training. Compiles to one store."""
     global forward_ran
     forward_ran = ran
 
@@ -94,9 +94,9 @@ def casts_are_disabled() -> bool:
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Compute as written inside the block: no cast of O1 or O4 happens in it, in this thread.
+    """Compute without the casts of O1 and O4 inside the block, in this thread.
 
-    What was before is there again afterwards, also when the block raises, and blocks may be nested.
+    The previous state returns afterwards, also when the block raises, and blocks may be nested.
     Half tensors from outside stay half; cast them (``x.float()``) where FP32 is wanted.
     """
     thread.disabled += 1

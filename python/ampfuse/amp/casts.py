@@ -1,10 +1,10 @@
 """Make a model compute at its level: cast its weights, its inputs and its outputs.
 
 The model stays the user's object. Its class is exchanged for a subclass of that class whose
-``forward`` casts around the original one. A method that belongs to the class, unlike one attached
-to the instance, is right for every copy: ``copy.deepcopy`` (teacher models), pickle,
-``DataParallel`` replicas and ``torch.compile`` all work, and so does calling ``forward`` directly.
-An object that only passes for a module has no class to exchange: its module gets the casts.
+``forward`` casts around the original one. Unlike a method attached to the instance, a method of the
+class is right for every copy: ``copy.deepcopy`` (teacher models), pickle, ``DataParallel`` replicas
+and ``torch.compile`` all work, and so does calling ``forward`` directly. A proxy object keeps its
+class: the module behind it gets the casts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame as dynamo
 from torch._C._dynamo.eval_frame import set_eval_frame
 
-from ampfuse import _core, trees
+from ampfuse import _core, pytree
 from ampfuse.amp import cast_state, float32_output
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.policy import Policy
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.nn.forwards import WrappedForward, is_proxy, original_class
 from ampfuse.nn.forwards import eager_module as eager_module
-from ampfuse.optim.masters import HALF_DTYPES
-from ampfuse.optim.shards import is_sharded, local
+from ampfuse.optim.sharding import is_sharded, local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,8 @@ def check_can_install(model: nn.Module) -> None:
         )
     if is_proxy(model):
         raise TypeError(
-            f"A {type(model).__name__} only passes for a module, and the first of its modules() is "
-            "none. Call amp.initialize on the module inside it."
+            f"A {type(model).__name__} is a proxy, and the first of its modules() is not a module. "
+            "Call amp.initialize on the module inside it."
         )
 
 
@@ -78,7 +78,7 @@ _UNCOMPILED = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameA
 
 
 def install(model: nn.Module, casts: Casts) -> None:
-    """Have `model`'s ``forward`` apply `casts`, in place. A second call replaces the first's."""
+    """Make `model`'s ``forward`` apply `casts`, in place. A second call replaces the casts."""
     module = eager_module(model)
     if not is_installed(module):
         # A forward set on the instance would hide the class's; ours calls it instead.
@@ -89,13 +89,13 @@ def install(model: nn.Module, casts: Casts) -> None:
 
 
 def _exchange_class(module: nn.Module) -> None:
-    """``module.__class__ = ...``, whatever the class makes of ``__class__`` or of assignments."""
+    """``module.__class__ = ...``, also if the class defines ``__class__`` or ``__setattr__``."""
     original: Any = type(module)
     vars(object)["__class__"].__set__(module, _amp_class(original))
 
 
 class AmpModule(WrappedForward):
-    """Mixed into a model's class by :func:`install`; ``isinstance`` tells who went through it."""
+    """Mixed into a model's class by :func:`install`, which ``isinstance`` can detect."""
 
     _amp_casts: Casts
 
@@ -141,7 +141,7 @@ def _amp_class(original: Any) -> Any:
     def compute(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
-    @functools.wraps(original.forward)  # who inspects the signature of forward finds the model's
+    @functools.wraps(original.forward)  # inspecting the signature of forward finds the model's
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = self.__dict__.get("_amp_inner_forward") or super(amp_class, self).forward
         casts = self.__dict__.get("_amp_casts")
@@ -149,8 +149,8 @@ def _amp_class(original: Any) -> Any:
             return inner(*args, **kwargs)
         if torch.compiler.is_compiling():  # a part of a larger graph
             return _cast_forward(casts, self, inner, args, kwargs)
-        # Of a compiled model the original forward is compiled, and what is around it is not: the
-        # graph returns half tensors.
+        # In a compiled model the original forward is compiled, and the casts around it are not:
+        # the graph returns half tensors.
         compiler = set_eval_frame(None)
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
@@ -165,8 +165,8 @@ def _amp_class(original: Any) -> Any:
         finally:
             set_eval_frame(compiler)
 
-    # torch.compile counts recompilations per code object and gives up at eight: each class gets a
-    # code object of its own, as it would have without us.
+    # torch.compile counts recompilations per code object and gives up at eight, so each class gets
+    # its own code object, as it has without amp.
     compute.__code__ = compute.__code__.replace()
     forward.__code__ = forward.__code__.replace()  # type: ignore[attr-defined]
     dynamo.set_code_exec_strategy(forward.__code__, _UNCOMPILED)  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ def _cast_forward(
     kwargs: dict[str, Any],
 ) -> Any:
     if casts.inputs is not None:
-        args, kwargs = trees.cast(args, casts.inputs), trees.cast(kwargs, casts.inputs)
+        args, kwargs = pytree.cast(args, casts.inputs), pytree.cast(kwargs, casts.inputs)
 
     if casts.autocast is None or casts_are_disabled():
         covered = False
@@ -197,13 +197,13 @@ def _cast_forward(
     else:
         cast_state.note_forward()
         device_type = _device_type(model, (args, kwargs))
-        # In an autocast region of the user's, or inside another model, the loss is covered already.
+        # In a user's autocast region, or inside another model, the loss is covered already.
         covered = torch.is_autocast_enabled(device_type) and not cast_state.thread.left_on
         with cast_state.inside_forward(device_type, casts.autocast):
             outputs = inner(*args, **kwargs)
     if casts.lazy_outputs and not covered:
         outputs = float32_output.widen(outputs, model)
-    return outputs if casts.outputs is None else trees.cast(outputs, casts.outputs)
+    return outputs if casts.outputs is None else pytree.cast(outputs, casts.outputs)
 
 
 def _device_type(model: nn.Module, arguments: Any) -> str:
@@ -211,7 +211,7 @@ def _device_type(model: nn.Module, arguments: Any) -> str:
     weights = itertools.chain(model.parameters(), model.buffers())
     first = next(weights, None)
     if first is None:
-        first = next(trees.tensors(arguments), None)
+        first = next(pytree.tensors(arguments), None)
     return "cpu" if first is None else first.device.type
 
 
@@ -222,9 +222,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: boo
     The Parameter objects stay (only their ``data`` changes), so optimizers that hold them stay
     valid. With `keep_batchnorm_fp32`, batch norms that have weights (``SyncBatchNorm`` too) become
     FP32 with their running statistics; layer, group and instance norms are cast, as in apex.
-    torch's loss modules stay FP32, class weights and all, and cast what they are given: at the
-    scale of a loss half precision overflows, and their inputs come from inside the model in half
-    precision, from outside in FP32.
+    torch's loss modules stay FP32, with their class weights, and cast their inputs: losses overflow
+    in half precision, and their inputs are half if they come from inside the model, FP32 otherwise.
     """
     for module in model.modules():
         if _is_loss(module):
@@ -331,19 +330,19 @@ def _state_dict_in_float32(
                 _latest_copy[module] = copy.detach(), own._version
 
 
-# Of a module, what a state dict had last of one small weight, and the version of that weight.
+# For a module, the latest state dict's copy of one small weight, and the version of that weight.
 _latest_copy: WeakKeyDictionary[nn.Module, tuple[Tensor, int]] = WeakKeyDictionary()
 _WATCHED = 1 << 16
 
 
 def _warn_if_written(module: nn.Module, weight: Tensor) -> None:
-    """Warn if somebody wrote to the latest copy, as if it were the weight, and loaded nothing."""
+    """Warn if the latest copy was written to, as if it were the weight, and nothing was loaded."""
     copy, version = _latest_copy.pop(module, (None, -1))
     if copy is not None and copy._version > 0 and weight._version == version:
         warnings.warn(
             f"What was written into the state_dict() of this {type(module).__name__} is lost: the "
             "model is half, and its state dict holds FP32 copies. A moving average of an "
-            "initialized model (timm's ModelEmaV3) stands still so: use ema_decay= of the "
+            "initialized model (timm's ModelEmaV3) never changes: use ema_decay= of the "
             "optimizer and swap_ema(), or make the average before amp.initialize. Otherwise call "
             "load_state_dict with what you wrote.",
             stacklevel=2,

@@ -30,9 +30,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ampfuse import _core, trees
+from ampfuse import _core
+from ampfuse import pytree as trees
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.nn.cross_entropy import cross_entropy
-from ampfuse.optim.masters import HALF_DTYPES
 
 aten = torch.ops.aten
 

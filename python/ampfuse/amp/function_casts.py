@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ampfuse import trees
+from ampfuse import pytree
 from ampfuse.amp import cast_state
 from ampfuse.amp.replacements import Replacements
 
@@ -132,13 +132,13 @@ def _casting(function: Any, choose: Callable[[list[Tensor]], torch.dtype]) -> An
 
     @functools.wraps(function)
     def cast_first(*args: Any, **kwargs: Any) -> Any:
-        given = trees.tensors((args, kwargs))
+        given = pytree.tensors((args, kwargs))
         tensors = [t for t in given if t.is_floating_point() and not t.is_meta]
         if not any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors):
             return function(*args, **kwargs)
         dtype = choose(tensors)
         with own_rule():
-            return function(*trees.cast(args, dtype), **trees.cast(kwargs, dtype))
+            return function(*pytree.cast(args, dtype), **pytree.cast(kwargs, dtype))
 
     return cast_first
 

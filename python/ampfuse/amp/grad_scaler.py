@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from ampfuse import _core
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
-from ampfuse.optim.base import driven, takes_scale
+from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.dynamo_disable import dynamo_disable
+from ampfuse.optim.base import handles_loss_scaling, under_grad_scaler
 from ampfuse.optim.fused import is_fused
-from ampfuse.optim.inner import check_optimizer, parameters
-from ampfuse.optim.masters import HALF_DTYPES
-from ampfuse.uncompiled import uncompiled
+from ampfuse.optim.param_groups import check_optimizer, parameters
 
 # The largest power of two in FP32. torch has no ceiling, but refuses to grow to inf.
 _LARGEST_SCALE = 2.0**127
@@ -32,11 +32,11 @@ class GradScaler(torch.amp.GradScaler):
 
     What else differs from torch's:
 
-    - FP16 gradients of these optimizers are welcome. ``unscale_`` replaces half gradients by FP32
+    - FP16 gradients of these optimizers are supported. ``unscale_`` replaces half gradients by FP32
       ones, since rounding them back would lose what scaling has saved (1e-3 / 65536 is 0 in FP16).
     - ``scaler.clip_grad_norm_(optimizer, max_norm)`` clips without materialising unscaled
       gradients.
-    - the scale has a floor (and a ceiling): a NaN that stays cannot halve it to 0.
+    - the scale has a minimum and a maximum: a persistent NaN cannot halve it to 0.
 
     Arguments:
         device: device type that scales live on; None = "cuda" if there is a GPU, else "cpu".
@@ -88,7 +88,7 @@ class GradScaler(torch.amp.GradScaler):
         super()._lazy_init_scale_growth_tracker(dev)
         self._hysteresis_tracker = torch.ones((), dtype=torch.int32, device=dev)
 
-    @uncompiled
+    @dynamo_disable
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale the gradients and step, or skip the step if one is non-finite.
 
@@ -100,7 +100,7 @@ class GradScaler(torch.amp.GradScaler):
         check_optimizer(optimizer, "scaler.step(optimizer)")
         if "closure" in kwargs:
             raise RuntimeError("A closure is not supported while GradScaler is enabled.")
-        if not takes_scale(optimizer):
+        if not handles_loss_scaling(optimizer):
             return self._step_other(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -112,11 +112,13 @@ class GradScaler(torch.amp.GradScaler):
             found_inf = torch.stack(flags).amax() if flags else torch.zeros_like(scale)
             grad_scale = getattr(optimizer, "grad_scale", None)
         else:
-            found_inf = None  # the optimizer looks for itself, in the pass it makes anyway
+            found_inf = None  # the optimizer inspects the gradients anyway
             # torch multiplies by a grad_scale that the user had set on the optimizer; so do we.
             of_user = getattr(optimizer, "grad_scale", None)
             grad_scale = scale if of_user is None else scale * of_user
-        with driven(optimizer, grad_scale=grad_scale, found_inf=found_inf, _scaler_is_ours=True):
+        with under_grad_scaler(
+            optimizer, grad_scale=grad_scale, found_inf=found_inf, _scaler_is_ours=True
+        ):
             result = optimizer.step(*args, **kwargs)
         if found_inf is None:
             skipped = optimizer.last_step.skipped
@@ -125,18 +127,18 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _step_other(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """torch's way, for a step that is not ours."""
+        """torch's step of the scaler, for third-party optimizers and custom steps."""
         state = self._per_optimizer_states[id(optimizer)]
         scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         if state["stage"] is OptState.READY and not scales_itself:
             self.unscale_(optimizer)
-        # A step of a subclass's own, or around ours: most insist on the parameter's type.
+        # Most custom steps need gradients of the parameter's type.
         for parameter in parameters(optimizer) if state["stage"] is OptState.UNSCALED else ():
             if parameter.grad is not None and parameter.dtype in HALF_DTYPES:
                 parameter.grad = parameter.grad.to(parameter.dtype)
         return super().step(optimizer, *args, **kwargs)
 
-    @uncompiled
+    @dynamo_disable
     @torch.no_grad()
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Clip the gradients of `optimizer` to `max_norm`, as measured after unscaling.
@@ -157,13 +159,13 @@ class GradScaler(torch.amp.GradScaler):
             if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 scale = current
         if is_fused(optimizer):
-            with driven(optimizer, grad_scale=scale):
+            with under_grad_scaler(optimizer, grad_scale=scale):
                 return optimizer.clip_next_step(max_norm)
         if scale is not None:
             self.unscale_(optimizer)
         return torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
 
-    @uncompiled
+    @dynamo_disable
     def _unscale_grads_(
         self,
         optimizer: Optimizer,
@@ -173,15 +175,15 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """Unscale and check every gradient; half ones of our optimizers become FP32."""
         check_optimizer(optimizer, "scaler.unscale_(optimizer)")
-        # torch allows FP16 where it only looks, for its own fused optimizers: the scale is 1 then.
+        # torch allows FP16 if it only inspects, for its own fused optimizers: the scale is 1 then.
         if allow_fp16 or not hasattr(optimizer, "unscale_gradients"):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         sticky = optimizer.unscale_gradients(self._scale)
         flag = sticky.clone()
-        sticky.zero_()  # `step` hands the verdict back, if there is a step
+        sticky.zero_()  # `step` gives the flag back, if there is a step
         return {flag.device: flag}
 
-    @uncompiled
+    @dynamo_disable
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale to the steps since the last update, or set it to `new_scale`.
 

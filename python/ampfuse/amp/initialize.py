@@ -34,12 +34,12 @@ from ampfuse.amp.casts import (
 from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
-from ampfuse.optim.checks import Rule, check
-from ampfuse.optim.inner import parameters, with_inner
-from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
-from ampfuse.optim.shards import is_sharded
+from ampfuse.optim.options import Rule, check
+from ampfuse.optim.param_groups import parameters, with_wrapped
+from ampfuse.optim.sharding import is_sharded
 from ampfuse.optim.upgrade import FusedOptimizer, check_upgrade
 
 _log = logging.getLogger("ampfuse.amp")
@@ -98,11 +98,11 @@ def initialize(
         verbosity: 1 logs the policy (logger "ampfuse.amp", level INFO), 0 does not; 2 also every
             skipped step, for which the host waits for the device once per backward pass.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale. None as minimum means 2**-24,
-            so that a persistent NaN cannot drive the scale to 0.
+            so that a persistent NaN cannot bring the scale to 0.
         patch_torch_functions_type: the type of autocast; only the level's own is accepted.
         init_scale, growth_factor, backoff_factor, growth_interval: of dynamic scaling.
         hysteresis: the scale backs off at this overflow since it last grew, and at each one after.
-        allow_incoming_model_not_fp32: accept half parameters where no master will back them.
+        allow_incoming_model_not_fp32: accept half parameters that will not have a master.
         fuse: fuse norms, activations and more, see :func:`ampfuse.nn.fuse`.
 
     Returns:
@@ -112,19 +112,19 @@ def initialize(
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
             DistributedDataParallel; an optimizer that is initialized already; trainable half
             parameters at a level that expects FP32 ones.
-        TypeError: something that is no model or no optimizer; parameters of a type that the
-            optimizers cannot step (float64, complex).
+        TypeError: `models` or `optimizers` are something else; parameters of a type that the
+            optimizers do not support (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`;
             a level in the place of `enabled`.
 
-    Masters start from the FP32 weights as they were before the cast, not from rounded ones. Several
-    processes have to agree, and DistributedDataParallel hands on rounded weights, so there masters
-    start from those, and the log says so: call ``init_process_group`` before, or start with
-    torchrun. ``WORLD_SIZE`` in the environment counts as several processes. A model
-    that arrives in half precision is accepted where it is cast (O0, O2, O3, O5): its masters are
-    exact copies, and a warning says that digits lost earlier are lost. At O1 and O4 the optimizer
-    would step half parameters directly, where updates smaller than 1/2000 (FP16) or 1/250 (BF16) of
-    the weight vanish, so that is an error.
+    Masters start from the FP32 weights before the cast, not from rounded ones. With several
+    processes they start from the rounded weights, which DistributedDataParallel broadcasts, so that
+    all masters agree, and the log says so: call ``init_process_group`` before, or start with
+    torchrun. ``WORLD_SIZE`` in the environment counts as several processes. A half-precision model
+    is accepted at levels that cast it (O0, O2, O3, O5): its masters are exact copies, and a warning
+    says that digits lost earlier are lost. At O1 and O4 the optimizer would update half parameters
+    directly, where updates smaller than 1/2000 (FP16) or 1/250 (BF16) of the weight vanish, so that
+    is an error.
 
     Source: ``apex.amp.initialize``; O4 and O5 from ROCm/apex.
     """
@@ -193,7 +193,7 @@ def set_up(
     if len(set(map(id, optimizer_list))) < len(optimizer_list):
         raise RuntimeError("The same optimizer is listed twice.")
     masters = [policy.master_weights or False] * len(optimizer_list)
-    for i, stepper in enumerate(with_inner(optimizer)[-1] for optimizer in optimizer_list):
+    for i, stepper in enumerate(with_wrapped(optimizer)[-1] for optimizer in optimizer_list):
         if own_masters and policy.model_is_low_precision and isinstance(stepper, FusedOptimizer):
             masters[i] = stepper.master_weights or masters[i]
     for optimizer, kind in zip(optimizer_list, masters, strict=True):
@@ -221,7 +221,7 @@ def set_up(
     for optimizer, kind in zip(optimizer_list, masters, strict=True):
         before = list(parameters(optimizer))
         # A checkpoint loaded before this call brought masters, which the weights only round.
-        for inner in with_inner(optimizer):
+        for inner in with_wrapped(optimizer):
             state = getattr(inner, "state", {})
             for parameter in before:
                 if "master_param" in state.get(parameter, ()):
@@ -340,11 +340,12 @@ def _warn_of_strangers(
 ) -> None:
     """Warn of parameters in an optimizer that are most likely former ones of a model.
 
-    Some of the models' have to be in no optimizer. Then an optimizer is told of that has none of
-    theirs, if none has or its own have the shapes of a model's; or that has some which no module
-    or variable holds any more. Others may be of a loss, or of a model that amp does not know.
+    This needs parameters of the models that are in no optimizer. Then it warns of an optimizer that
+    has none of theirs, if no optimizer has any or its own have the shapes of a model's; or that has
+    some which no module or variable holds any more. Other parameters may be of a loss, or of a
+    model that amp was not given.
     """
-    held = [[p for one in with_inner(each) for p in parameters(one)] for each in optimizers]
+    held = [[p for one in with_wrapped(each) for p in parameters(one)] for each in optimizers]
     stepped = {id(param) for params in held for param in params}
     own = [list(eager_module(model).parameters()) for model in models]
     left_out = [p for listed in own for p in listed if p.requires_grad and id(p) not in stepped]
@@ -372,8 +373,8 @@ def _warn_of_strangers(
 
 
 def _some_is_forgotten(params: list[Tensor]) -> bool:
-    """Whether no module, object or script has a name for one: only an optimizer's lists hold it."""
-    if not params or gc.get_freeze_count():  # then there may be names that nobody finds
+    """Whether one of them is held by lists of optimizers only, not by a module or a variable."""
+    if not params or gc.get_freeze_count():  # gc does not see references from frozen objects
         return False
     holders = [h for h in gc.get_referrers(*params) if not isinstance(h, _OF_OPTIMIZERS)]
     return not set(map(id, params)) <= set(map(id, gc.get_referents(*holders)))
@@ -385,9 +386,9 @@ _OF_OPTIMIZERS = (list, tuple, defaultdict)  # groups, and the state
 def _trains_with_others() -> bool:
     """Whether other processes train the same model.
 
-    DistributedDataParallel gives all of them the first one's weights, which are half then. Masters
-    that start from them are equal; one that kept digits of its own FP32 weight would drift away.
-    Before there is a process group, torchrun's environment tells; the log says what was found.
+    DistributedDataParallel broadcasts the first process's weights, which are half then. Masters
+    that start from them are equal; masters of FP32 weights would differ between processes. Before
+    there is a process group, torchrun's environment counts; the log says which of the two did.
     """
     distributed = torch.distributed
     is_sure = distributed.is_available() and distributed.is_initialized()
@@ -396,8 +397,8 @@ def _trains_with_others() -> bool:
         return False
     _log.log(
         logging.INFO if is_sure or "TORCHELASTIC_RUN_ID" in os.environ else logging.WARNING,
-        "Masters start from the rounded weights, as DistributedDataParallel hands those on: %s "
-        "says that %s processes train. Alone they start from the FP32 weights, so numbers differ.",
+        "Masters start from the rounded weights, which DistributedDataParallel broadcasts: %s says "
+        "that %s processes train. A single process starts from the FP32 weights: results differ.",
         "the process group" if is_sure else "WORLD_SIZE in the environment",
         size,
     )
@@ -407,7 +408,7 @@ def _trains_with_others() -> bool:
 def _float32_values(optimizers: list[Any], policy: Policy) -> dict[int, Tensor]:
     """The exact FP32 values, by id, of the parameters that the cast will round.
 
-    For an FP32 parameter that is its present memory, which the cast leaves behind: no copy.
+    For an FP32 parameter that is its present memory, which the cast does not reuse: no copy.
     """
     return {
         id(p): p.detach().float()

@@ -1,9 +1,8 @@
 """Accumulation under ``DistributedDataParallel.no_sync()``.
 
-DDP averages what is in ``.grad`` at the end of a pass that it synchronises. ``scale_loss`` has put
-gradients of earlier passes away by then, so they are averaged here, in FP32 and after the passes
-that no rank shared. Of those the ranks share whether they overflowed: else their loss scales would
-part.
+DDP averages ``.grad`` at the end of a pass that it synchronises. ``scale_loss`` has put gradients
+of earlier passes away by then, so they are averaged here, in FP32, when that pass begins. Ranks
+also share the overflow flags of these passes; otherwise their loss scales would differ.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ampfuse.amp.replacements import Replacements
 
-# What no_sync() was called of, with the ids of its parameters.
+# The models whose no_sync() was called, with the ids of their parameters.
 _models: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
 
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
@@ -26,7 +25,7 @@ _replaced = Replacements()
 
 
 def watch() -> None:
-    """Know from now on of which models ``no_sync()`` is called; nothing else changes."""
+    """Record from now on the models whose ``no_sync()`` is called; nothing else changes."""
     if (_DDP, "no_sync") in _replaced or not torch.distributed.is_available():
         return
     no_sync = _DDP.no_sync
@@ -44,10 +43,10 @@ unwatch = _replaced.put_back
 
 @torch.no_grad()
 def average_earlier(optimizers: Sequence[Any]) -> list[Any]:
-    """A pass of `optimizers` begins: average what earlier ones left, unless it does no more.
+    """As a pass of `optimizers` begins, average earlier gradients if this pass is synchronised.
 
     Returns:
-        The process groups in which what the pass finds has to be shared.
+        The process groups that must share the overflow flags of the pass.
     """
     groups = []
     for model, params in _models.items():
@@ -55,7 +54,7 @@ def average_earlier(optimizers: Sequence[Any]) -> list[Any]:
         if not any(rows):
             continue
         averaged = False
-        # The mark of the last forward is that of an evaluation, if there was one since.
+        # The flag of the last forward is that of an evaluation, if there was one since.
         if model.require_backward_grad_sync or model.require_forward_param_sync:
             for optimizer, mine in zip(optimizers, rows, strict=True):
                 earlier = list(_earlier_gradients(optimizer, mine, model))
@@ -67,7 +66,7 @@ def average_earlier(optimizers: Sequence[Any]) -> list[Any]:
 
 
 def share(flags: Sequence[Tensor], groups: Sequence[Any]) -> None:
-    """Make each of `flags` (float32, 0-dim) the largest of all ranks'."""
+    """Set each of `flags` (float32, 0-dim) to the maximum over all ranks."""
     for group in groups:
         for flag in flags:
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
@@ -76,14 +75,14 @@ def share(flags: Sequence[Tensor], groups: Sequence[Any]) -> None:
 def _earlier_gradients(optimizer: Any, rows: list[int], model: Any) -> Iterator[Tensor]:
     table = optimizer.param_table()
     have = [table.gradients.accumulated(row) is not None for row in rows]
-    if model.find_unused_parameters and rows:  # those of another rank may be others
+    if model.find_unused_parameters and rows:  # other ranks may have other gradients
         flags = torch.tensor(have, dtype=torch.float32, device=table.param(rows[0]).device)
         share([flags], [model.process_group])
         have = flags.tolist()
     for row, has in zip(rows, have, strict=True):
         if not has:
             continue
-        if model.find_unused_parameters:  # DDP looks for a gradient where earlier passes left one
+        if model.find_unused_parameters:  # DDP needs a gradient where earlier passes left one
             half = table.model(row)
             leaf = table.param(row) if half is None else half
             table.gradients.assign(leaf, torch.zeros_like(leaf))

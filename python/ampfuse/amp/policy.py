@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 import torch
 
-from ampfuse.optim.checks import Rule, check
-from ampfuse.optim.masters import HALF_DTYPES
+from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.optim.options import Rule, check
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec
 
 import torch
@@ -21,8 +22,8 @@ from torch.optim import Optimizer
 from ampfuse.amp import cast_state, no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.optim.inner import check_optimizer, is_empty
-from ampfuse.uncompiled import uncompiled
+from ampfuse.dynamo_disable import dynamo_disable
+from ampfuse.optim.param_groups import check_optimizer, is_empty
 
 _log = logging.getLogger("ampfuse.amp")
 _CALL = "amp.scale_loss(loss, optimizer)"
@@ -44,7 +45,7 @@ def loss_block(function: Callable[P, Any]) -> Callable[P, _Block]:
     return functools.wraps(function)(lambda *args, **kwargs: _Block(function, args, kwargs))
 
 
-@uncompiled
+@dynamo_disable
 @loss_block
 def scale_loss(
     loss: Tensor,
@@ -93,12 +94,11 @@ def scale_loss(
             "Pass num_losses to amp.initialize; ids count from 0."
         )
     optimizers = list[Any](each for each in optimizers if not is_empty(each))
-    for optimizer in optimizers:
-        if optimizer.in_backward:
-            raise RuntimeError(
-                "amp.scale_loss blocks of one optimizer cannot be nested: leave the first block, "
-                "then enter the second. Their gradients add up."
-            )
+    if any(optimizer.in_backward for optimizer in optimizers):
+        raise RuntimeError(
+            "amp.scale_loss blocks of one optimizer cannot be nested: leave the first block, "
+            "then enter the second. Their gradients add up."
+        )
     has_cast = cast_state.forward_ran or cast_state.thread.left_on
     if session.policy.autocast_type is not None and loss.requires_grad and not has_cast:
         _warn_of_missing_casts(session.policy.opt_level)
@@ -106,11 +106,17 @@ def scale_loss(
     scaler = session.loss_scalers[loss_id]
     # With FP32 weights and a static scale of 1 the gradients are what they should be already.
     if not session.policy.model_is_low_precision and scaler.is_always_one:
-        backward_pass = _plain_pass(loss, optimizers)
+        scaling: AbstractContextManager[Tensor] = contextlib.nullcontext(loss.float())
     else:
-        backward_pass = scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
-    with backward_pass as scaled, cast_state.off_if_left_on():
-        yield scaled
+        scaling = scaled_pass(loss, optimizers, scaler, delay_unscale, delay_overflow_check)
+    for optimizer in optimizers:  # in the block their steps and other scale_loss blocks raise
+        optimizer.in_backward = True
+    try:
+        with scaling as scaled, cast_state.off_if_left_on():
+            yield scaled
+    finally:
+        for optimizer in optimizers:
+            optimizer.in_backward = False
     # apex's message: for it the host waits for the device.
     if session.verbosity >= 2 and scaler.dynamic and any(o.found_inf_flag for o in optimizers):
         _log.warning(
@@ -134,17 +140,6 @@ def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Any]
         for one in listed:
             check_optimizer(one, _CALL)
         raise
-
-
-@contextlib.contextmanager
-def _plain_pass(loss: Tensor, optimizers: Sequence[Any]) -> Iterator[Tensor]:
-    for optimizer in optimizers:
-        optimizer.in_backward = True
-    try:
-        yield loss.float()
-    finally:
-        for optimizer in optimizers:
-            optimizer.in_backward = False
 
 
 @contextlib.contextmanager

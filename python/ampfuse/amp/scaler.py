@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim.checks import COUNT, POSITIVE, Rule, check
-from ampfuse.uncompiled import uncompiled
+from ampfuse.dynamo_disable import dynamo_disable
+from ampfuse.optim.options import COUNT, POSITIVE, Rule, check
 
-# Without a floor, a NaN that does not go away halves the scale to 0, and 1 / scale is inf from then
-# on. This floor mirrors the default ceiling of 2**24: far below any useful scale, and 1 / scale is
-# still exact.
+# Without a minimum, a persistent NaN halves the scale to 0, and 1 / scale is inf from then on. This
+# one mirrors the default maximum of 2**24: far below any useful scale, and 1 / scale is exact.
 DEFAULT_MIN_SCALE = 2.0**-24
 
 
@@ -57,8 +56,8 @@ class LossScaler:
     Arguments:
         loss_scale: ``"dynamic"``, or the static scale.
         init_scale, scale_factor, scale_window: start, growth factor and growth interval.
-        min_loss_scale: floor; None or 0 means ``2**-24``.
-        max_loss_scale: ceiling.
+        min_loss_scale: minimum; None or 0 means ``2**-24``.
+        max_loss_scale: maximum.
         backoff_factor: what an overflow multiplies the scale by.
         hysteresis: back off at this overflow since the scale last grew, and at each one after
             (Megatron-LM's rule; 1 = at every overflow).
@@ -113,10 +112,10 @@ class LossScaler:
             self._hysteresis_tracker = self._hysteresis_tracker.to(device)
             self._placed = True
 
-    @uncompiled
+    @dynamo_disable
     @torch.no_grad()
     def update(self, found_infs: Sequence[Tensor], shared: Sequence[Tensor] | None = None) -> None:
-        """Adapt the scale to one backward pass, and let its optimizers share the verdict.
+        """Adapt the scale to one backward pass, and let its optimizers share the overflow flag.
 
         `found_infs` are the flags (float32, 0-dim) of the optimizers' gradients of this pass. If
         one is 1, all flags of `shared` (without it: of `found_infs`) become 1: an overflow makes
@@ -183,7 +182,7 @@ class LossScaler:
 
     @staticmethod
     def check_state(state: Any, name: str = "the loss scaler") -> None:
-        """Raise RuntimeError for what is no state of a scaler, and ValueError for a damaged one."""
+        """Raise RuntimeError if `state` is not a scaler's, and ValueError if it is damaged."""
         if not (isinstance(state, Mapping) and {"loss_scale", "unskipped"} <= state.keys()):
             raise RuntimeError(f"{name} needs 'loss_scale' and 'unskipped'; it is {state!r}.")
         check(f"loss_scale of {name}", state["loss_scale"], POSITIVE)

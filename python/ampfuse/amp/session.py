@@ -1,8 +1,7 @@
 """What one call of ``initialize`` set up: its policy and its loss scalers.
 
-A session hangs on the optimizers it was made for (``optimizer._amp_session``), so several calls
-stand side by side and nothing is global but a reference to the latest one, for
-``amp.state_dict()``.
+A session is an attribute of its optimizers (``optimizer._amp_session``), so the results of several
+calls are independent. The only global is a reference to the latest one, for ``amp.state_dict()``.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from ampfuse.amp.scaler import LossScaler
 class Session:
     """`policy` is None when amp is off: then every amp call passes its arguments through.
 
-    `everywhere` says that O1 and O4 cast outside the models too, `casts_cpu` that CPU tensors are
-    the model's.
+    `everywhere`: O1 and O4 cast outside the models too; `casts_cpu`: CPU tensors are the model's.
     """
 
     policy: Policy | None
@@ -59,7 +57,7 @@ def set_latest(session: Session) -> None:
 
 
 def follow_latest() -> None:
-    """Leave autocast on outside the models, in this thread, as the latest session says now."""
+    """Leave autocast on outside the models, in this thread, if the latest session says so."""
     cast_state.end()
     session = _latest
     if session is None or session.policy is None or not session.everywhere:
@@ -72,7 +70,7 @@ def follow_latest() -> None:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """A block that starts as if there had been no ``initialize``, and forgets those made in it."""
+    """A block that starts without a session, and whose sessions end with it."""
     global _latest
     before, forward_ran = _latest, cast_state.forward_ran
     cast_state.end()
@@ -85,7 +83,7 @@ def set_aside() -> Iterator[None]:
 
 
 def end_everywhere() -> None:
-    """From now on nothing is cast outside the models, whatever was said before."""
+    """Stop casting outside the models, also after :func:`ampfuse.amp.cast_everywhere`."""
     if _latest is not None:
         _latest.everywhere = False
         follow_latest()
@@ -122,7 +120,7 @@ def of_optimizers(optimizers: Sequence[Optimizer]) -> Session:
 
 def _of(optimizer: Optimizer) -> Session:
     session: Session | None = getattr(optimizer, "_amp_session", None)
-    # With amp off nothing marks an optimizer that initialize was not given.
+    # With amp off, an optimizer that initialize was not given has no attribute.
     if session is None and _latest is not None and not _latest.enabled:
         session = _latest
     if session is not None:

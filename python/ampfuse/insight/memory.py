@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from ampfuse import trees
+from ampfuse import pytree
 from ampfuse._schema import STORAGES
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.insight.inputs import LossFunction, call, check_owned, check_types, same_random_numbers
 from ampfuse.insight.tables import aligned
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import algorithm_of
-from ampfuse.optim.inner import parameters, with_inner
-from ampfuse.optim.masters import HALF_DTYPES, MasterParameter, gradient_as_it_is
+from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
 from ampfuse.optim.muon import step_bytes
-from ampfuse.optim.stored import storage_for
+from ampfuse.optim.param_groups import parameters, with_wrapped
+from ampfuse.optim.state import storage_for
 
 KINDS = "weights gradients masters states accumulators average activations".split()
 # The modes, by the optimizer's options; one that names masters has half weights, as O2 and O5 have.
@@ -71,7 +72,7 @@ def memory_report(
     """
     check_types(model, optimizer, "amp.memory_report(model, optimizer, batch)")
     limit = bytes_of(budget)
-    model, inner = eager_module(model), with_inner(optimizer)[-1]
+    model, inner = eager_module(model), with_wrapped(optimizer)[-1]
     fused = algorithm_of(inner)
     # How many of the parameter's shape, by the parameter in the model.
     states: dict[Tensor, int] = {}
@@ -195,7 +196,7 @@ def _measured(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
         ("masters", masters),
         ("accumulators", [gradient_as_it_is(master) for master in masters]),
     ]
-    for state in (state for each in with_inner(optimizer) for state in each.state.values()):
+    for state in (state for each in with_wrapped(optimizer) for state in each.state.values()):
         found += [(_KIND_OF_STATE.get(name, "states"), value) for name, value in state.items()]
     held, seen = dict.fromkeys(KINDS, 0), set()
     for kind, tensors in found:
@@ -206,7 +207,7 @@ def _measured(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    for tensor in trees.tensors(value):
+    for tensor in pytree.tensors(value):
         parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
         yield from (part.untyped_storage() for part in parts)
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ampfuse._schema import METER_COUNTS, UPDATE_FACTOR
+from ampfuse.async_read import Sample, is_captured
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.insight import readings as _readings
 from ampfuse.insight.findings import Finding
 from ampfuse.insight.readings import TensorReading
 from ampfuse.optim.fused import FusedOptimizer
-from ampfuse.optim.masters import HALF_DTYPES
-from ampfuse.optim.skip_watch import Sample, is_captured
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable

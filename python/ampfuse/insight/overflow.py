@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import is_installed
+from ampfuse.async_read import Sample, is_captured
+from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.insight.explanation import Explanation
 from ampfuse.insight.tracker import Tracker
 from ampfuse.optim.base import amp_optimizers
-from ampfuse.optim.skip_watch import Sample, is_captured
-from ampfuse.uncompiled import uncompiled
 
 _log = logging.getLogger("ampfuse.amp")
 
@@ -155,7 +155,7 @@ class OverflowWatch:
                     hook = module.register_forward_pre_hook(self._begin, with_kwargs=True)
                     self._waiting.callback(hook.remove)
 
-    @uncompiled
+    @dynamo_disable
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():  # no training
             return

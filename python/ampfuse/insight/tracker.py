@@ -28,11 +28,12 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from ampfuse import trees
+from ampfuse import pytree
 from ampfuse.amp.casts import eager_module
 from ampfuse.amp.float32_output import Float32Output
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.insight.explanation import Explanation
-from ampfuse.optim.masters import HALF_DTYPES, gradient_as_it_is
+from ampfuse.optim.masters import gradient_as_it_is
 
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
@@ -147,7 +148,7 @@ class Tracker(TorchDispatchMode):
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._stack and self._stack.pop() is not module:
             pass  # an exception left it
-        for tensor in filter(_is_readable, trees.tensors(output)):
+        for tensor in filter(_is_readable, pytree.tensors(output)):
             self._made_by.setdefault(_address(tensor), module)  # the innermost one made it
             if self._is_outermost() and (kind := _kind(tensor)) is not None:
                 self._outputs.add(self._origin_in(tensor, self._place_of(module), kind))
@@ -213,7 +214,7 @@ class Tracker(TorchDispatchMode):
         writes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
         before = self._as_before(func, args, kwargs) if writes else (args, kwargs)
         out = func(*args, **kwargs)
-        for index, tensor in enumerate(trees.tensors(out)):
+        for index, tensor in enumerate(pytree.tensors(out)):
             if not _is_readable(tensor) or (not self._stack and _address(tensor) in self._state):
                 continue  # what a program writes into weights is found where they are used
             if (kind := _kind(tensor)) is not None:
@@ -222,7 +223,7 @@ class Tracker(TorchDispatchMode):
                     phase = "backward" if backward else "forward"
                     origin = self._new(phase, place, tensor, kind, func, before, index)
                 self._by_storage[_address(tensor)] = origin
-                is_loss = tensor.dim() == 0 and any(t.requires_grad for t in trees.tensors(before))
+                is_loss = tensor.dim() == 0 and any(t.requires_grad for t in pytree.tensors(before))
                 if is_loss and not backward and torch.is_grad_enabled():
                     self._reached.add(origin)
             elif not writes:
@@ -251,7 +252,7 @@ class Tracker(TorchDispatchMode):
         for argument in func._schema.arguments:
             if argument.name in named and argument.alias_info and argument.alias_info.is_write:
                 copy = functools.partial(copied, is_unread=overwrites or argument.is_out)
-                named[argument.name] = trees.replace(named[argument.name], copy)
+                named[argument.name] = pytree.replace(named[argument.name], copy)
         return tuple(named.pop(name) for name in names[: len(args)]), named
 
     def _note_scale(self, loss: Any, by: Any) -> None:
@@ -286,7 +287,7 @@ class Tracker(TorchDispatchMode):
 
     def _inherited(self, before: Any, place: _Place, kind: str) -> int | None:
         """The origin that a result of `kind` has from its operation's arguments; None: its own."""
-        tensors = [(tensor, _kind(tensor)) for tensor in trees.tensors(before)]
+        tensors = [(tensor, _kind(tensor)) for tensor in pytree.tensors(before)]
         origins = {self._origin_in(tensor, place, bad) for tensor, bad in tensors if bad}
         real = origins - self._meant
         # A NaN that comes of a mask has its origin here.
@@ -314,7 +315,7 @@ class Tracker(TorchDispatchMode):
     ) -> int:
         """The origin in result number `at` of `func`."""
         numbers = list(_numbers(before))
-        sizes = [*map(_magnitude, filter(_is_readable, trees.tensors(before))), *map(abs, numbers)]
+        sizes = [*map(_magnitude, filter(_is_readable, pytree.tensors(before))), *map(abs, numbers)]
         return self._add(
             phase,
             place,
@@ -379,7 +380,7 @@ def _named(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Ten
     except (TypeError, ValueError):
         arguments = {"input": args, **kwargs}
     for name, value in arguments.items():
-        for tensor in trees.tensors(value):
+        for tensor in pytree.tensors(value):
             yield f"argument {name!r}", tensor
 
 
@@ -451,7 +452,7 @@ def _wider_magnitude(func: Any, arguments: Any, index: int) -> float | None:
 
     try:
         with torch.no_grad():
-            out = func(*trees.replace(args, widened), **trees.replace(kwargs, widened))
-        return _magnitude(list(trees.tensors(out))[index])
+            out = func(*pytree.replace(args, widened), **pytree.replace(kwargs, widened))
+        return _magnitude(list(pytree.tensors(out))[index])
     except (RuntimeError, TypeError, NotImplementedError, IndexError):  # no such kernel
         return None

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction as _Reduction
 
-from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES
+from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 
 __all__ = ["cross_entropy"]
 

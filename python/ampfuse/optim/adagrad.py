@@ -22,7 +22,7 @@ class Adagrad(
         params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.
         decoupled_weight_decay (in a parameter group only): the decay acts on the parameter, as in
             AdamW, instead of through the gradient.
-        foreach, fused: accepted and without effect; `differentiable` is refused.
+        foreach, fused: accepted and ignored; `differentiable` raises ValueError.
         options: see :class:`ampfuse.optim.Options`.
     """
 

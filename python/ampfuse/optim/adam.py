@@ -19,12 +19,12 @@ _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
             Parameters may be float32, float16 or bfloat16, in any mixture. A float32 tensor `lr` on
             the parameters' device is read there.
         bias_correction (in a parameter group only): False uses the moments as they are.
-        foreach, fused, capturable: accepted and without effect; the step is always fused, and
-            `differentiable` is refused.
+        foreach, fused, capturable: accepted and ignored, as the step is always fused;
+            `differentiable` raises ValueError.
         options: see :class:`ampfuse.optim.Options`.
 
-    ``last_step`` tells, on the device, whether the last step was skipped, its gradient norm and
-    loss scale.
+    ``last_step`` has, on the device, whether the last step was skipped, its gradient norm and loss
+    scale.
     """
 
 

@@ -1,4 +1,4 @@
-"""An optimizer whose step a CUDA graph replays: what may change in between, and what may not."""
+"""An optimizer whose step a CUDA graph replays: what may change between replays."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from ampfuse._schema import READ_ON_DEVICE
 from ampfuse.optim.fused import FusedOptimizer
-from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import leaf_of
+from ampfuse.optim.param_groups import parameters
 
-# Of a parameter group: a rate that the kernel reads from a tensor, and the hyper-parameters.
+# For a parameter group: a rate that the kernel reads from a tensor, and the hyper-parameters.
 _Group = tuple[Tensor | None, dict[str, Any]]
 
 
 def _readable(lr: Tensor | None, hyper: dict[str, Any]) -> list[str]:
-    """What a captured step can take from the device: not what switches something on or off.
+    """The hyper-parameters that a captured step can read on the device.
 
-    A rate that is a tensor is read there already.
+    These do not switch anything on or off. A rate that is a tensor is read there already.
     """
     names = [name for name in READ_ON_DEVICE if name in hyper and (name != "lr" or lr is None)]
     return [name for name in names if name != "momentum" or hyper[name] != 0]
@@ -32,12 +32,12 @@ PARAMETERS = "the memory (p.data = ..., model.to) or requires_grad of a paramete
 
 
 class CapturedOptimizer:
-    """`optimizer` beside a graph of its step; make it before the capture.
+    """`optimizer` with a graph of its step; create it before the capture.
 
     Attributes:
-        table: the optimizer's, as the graph knows it.
-        device: of its parameters.
-        params, leaves: what it steps, and what autograd gives gradients to.
+        table: the optimizer's table at the capture.
+        device: the device of its parameters.
+        params, leaves: its parameters, and the leaves that autograd gives their gradients to.
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
@@ -47,7 +47,7 @@ class CapturedOptimizer:
         self.leaves = list(map(leaf_of, self.params))
         self.device = self.table.param(0).device
         self._written = self._current_groups()
-        # The numbers of the groups, which go to the device when they change.
+        # The numbers of the groups on the device, updated when they change.
         number = functools.partial(torch.tensor, dtype=torch.float64, device=self.device)
         self._values = [
             {name: number(hyper[name]) for name in _readable(lr, hyper)}
@@ -56,7 +56,7 @@ class CapturedOptimizer:
 
     @contextlib.contextmanager
     def reading_values(self) -> Iterator[None]:
-        """Steps in the block, which is to be captured, read the groups' numbers on the device."""
+        """Steps that are captured in the block read the groups' numbers on the device."""
         optimizer = self._optimizer
         optimizer._on_device = self._values
         optimizer._hypers.forget()
@@ -68,7 +68,7 @@ class CapturedOptimizer:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Steps in the block are skipped; from then on the states that they made stay in place."""
+        """Steps in the block are skipped; the states that they make stay in place from then on."""
         optimizer = self._optimizer
         optimizer._rehearsal = torch.ones((), device=self.device)
         try:
@@ -78,12 +78,12 @@ class CapturedOptimizer:
         optimizer._states.pin()
 
     def step_state(self) -> Tensor:
-        """The state of the step, as bytes: all its fields lie in one storage."""
+        """The state of the step, as bytes: all its fields are in one storage."""
         storage = self.table.inspector.state_field("found_inf").untyped_storage()
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def fixed(self) -> dict[str, Any]:
-        """What needs a new capture if it changes, by what messages call it."""
+        """Everything that needs a new capture if it changes, by its name in messages."""
         optimizer, table = self._optimizer, self.table
         is_known = optimizer._rows.table is table and table.holds(groups=optimizer.param_groups)
         found: dict[str, Any] = {
@@ -99,7 +99,7 @@ class CapturedOptimizer:
         return found
 
     def named(self, what: str, then: Any, now: Any) -> str:
-        """`what` of :meth:`fixed` was changed, by the name of the parameter if it is of one."""
+        """The name of `what`, a changed key of :meth:`fixed`, with the parameter that it is of."""
         if what != PARAMETERS:
             return what
         values = zip(memoryview(then).cast("q"), memoryview(now).cast("q"), strict=True)
@@ -108,9 +108,9 @@ class CapturedOptimizer:
         return f"{what} of {self.table.name(row)}"
 
     def follow_host(self) -> None:
-        """Bring to the device what was changed on the host since the last replay."""
+        """Copy changes on the host since the last replay to the device."""
         with torch.no_grad():
-            self._optimizer.keep_bound()
+            self._optimizer.ensure_bound()
             was, self._written = self._written, self._current_groups()
             for i, values in enumerate(self._values):
                 for name, on_device in values.items():
@@ -120,7 +120,7 @@ class CapturedOptimizer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def note_replay(self) -> None:
-        """Have versions of tensors, and what torch's schedulers ask, tell of the step."""
+        """Record the step in versions of tensors, and for torch's schedulers."""
         self.table.plan.mark_stepped()
         self._optimizer._opt_called = True
 

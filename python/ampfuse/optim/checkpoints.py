@@ -1,8 +1,8 @@
 """State dicts and copies of optimizers: masters are saved, and FP32 state stays FP32.
 
-torch's ``load_state_dict`` casts each tensor to the type of its parameter. That rounds FP32 state
-of a half parameter, makes numbers of masks, and no state that keeps a type of its own survives.
-Here a tensor comes back as it was saved, unless it is half and the parameter is not.
+torch's ``load_state_dict`` casts each tensor to the type of its parameter. That rounds the FP32
+state of a half parameter, and turns masks and quantized states into floating point numbers. Here a
+tensor keeps its saved type, unless it is half and the parameter is not.
 """
 
 from __future__ import annotations
@@ -16,24 +16,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ampfuse._schema import ALGORITHMS, Algorithm
-from ampfuse.optim.checks import COUNT, check
-from ampfuse.optim.inner import parameters, with_groups
-from ampfuse.optim.masters import (
-    HALF_DTYPES,
-    MASTERS,
-    MasterParameter,
-    exact_float32,
-    has_begun,
-    pop_master,
-)
-from ampfuse.optim.shards import is_sharded, on_shards
-from ampfuse.optim.stored import FP32, Stored, storage_for
+from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.optim.masters import MASTERS, MasterParameter, exact_float32, has_begun, pop_master
+from ampfuse.optim.options import COUNT, check
+from ampfuse.optim.param_groups import parameters, with_groups
+from ampfuse.optim.sharding import is_sharded, on_shards
+from ampfuse.optim.state import FP32, Stored, storage_for
 
 
 def with_masters(optimizer: Any, state_dict: dict[str, Any], *, decoded: bool) -> dict[str, Any]:
-    """torch's `state_dict` with all masters, in whatever form they are kept.
+    """torch's `state_dict` with all masters, whole or split, as ``master_param``.
 
-    `decoded`: no states in codes, of which another mesh has other blocks; so of shards always.
+    `decoded`: quantized states are saved in float32, as those of shards always are: another mesh
+    has other blocks.
     """
     states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
     for i, (group, param) in enumerate(with_groups(optimizer)):
@@ -59,7 +54,7 @@ def in_float32(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 def _decode(
     algorithm: Algorithm, state: dict[str, Any], param: Tensor, *, with_blocks_only: bool = False
 ) -> None:
-    """Make float32 of the states of `param`; `with_blocks_only`: of those that have scales."""
+    """Convert the states of `param` to float32; `with_blocks_only`: those that have scales."""
     with on_shards(state, param) as shards:
         for stored in Stored.of(algorithm.name, algorithm.states):
             storage = stored.storage_in(shards)
@@ -68,7 +63,7 @@ def _decode(
 
 
 def load(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], None]) -> None:
-    """Load with torch's `by`, after a look at everything."""
+    """Load with torch's `by`, after all checks."""
     handle = optimizer.register_load_state_dict_pre_hook(_check_and_remember)
     try:
         by(state_dict)
@@ -78,7 +73,7 @@ def load(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], None]) 
 
 
 def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], None]) -> None:
-    """A wrapper hands the state to the optimizers in it, which know no masters."""
+    """Load through a wrapper, which hands the state to optimizers that do not support masters."""
     groups = [dict(group) for group in state_dict.get("param_groups", ())]
     keys = [key for group in groups for key in group["params"]]
     places = {key: i for i, key in enumerate(keys)}  # torch.distributed.checkpoint has names
@@ -93,7 +88,7 @@ def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], 
         for i, state in states.items()
         if isinstance(state, dict) and "master_param" in state
     }
-    names = optimizer.parameter_names()
+    names = optimizer._rows.parameter_names()
     for i, param in enumerate(parameters(optimizer)):
         _check_shape("master_param", masters.get(i), tuple(param.shape), names[i])
     states = {i: state for i, state in states.items() if state or i not in masters}
@@ -105,14 +100,14 @@ def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], 
 
 
 def restore_state(optimizer: Any, state: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Undo, in what torch made of `saved`, its casts; put masters where they belong."""
+    """Undo torch's casts of `saved` in `state`, and restore masters."""
     _restore_tensors(optimizer, state["state"], saved)
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     state["param_groups"] = [_as_loaded(optimizer, *pair) for pair in pairs]
 
 
 def _as_loaded(optimizer: Any, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """What `saved` is in place of `group`, of which this optimizer keeps its own choices."""
+    """The group that `saved` becomes when it replaces `group`, whose own choices stay."""
     choices = optimizer._group_choices
     own = {key: group[key] for key in choices if key in group}
     return {key: value for key, value in saved.items() if key not in choices} | own
@@ -126,19 +121,19 @@ def _restore_tensors(optimizer: Any, state: dict[Any, Any], saved: dict[str, Any
             if key == "master_param":
                 exact = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
                 optimizer.restore_master(param, state[param], exact)
-            elif key != "step":  # torch knows where and in which type that belongs
+            elif key != "step":  # torch puts it on the right device, in the right type
                 uncast = functools.partial(_uncast, param)
                 state[param][key] = tree_map(uncast, value, state[param][key])
     if optimizer._rows.table is None:
         return
     for param in parameters(optimizer):
         held = MASTERS & optimizer.state.get(param, {}).keys()
-        if held and not MASTERS & state[param].keys():  # the weight is all that was saved
+        if held and not MASTERS & state[param].keys():  # only the weight was saved
             optimizer.restore_master(param, state[param], exact_float32(param))
 
 
 def _uncast(param: Tensor, saved: Any, loaded: Any) -> Any:
-    """`loaded`, which torch made of `saved` in a state, unless its cast loses something."""
+    """The tensor for a state: `loaded`, torch's cast of `saved`, unless that loses something."""
     if not isinstance(saved, Tensor):
         return loaded
     if saved.dtype in HALF_DTYPES and param.dtype not in HALF_DTYPES:
@@ -147,14 +142,14 @@ def _uncast(param: Tensor, saved: Any, loaded: Any) -> Any:
 
 
 def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Pre-hook of load_state_dict: refuse what does not fit before anything changes.
+    """Pre-hook of load_state_dict: raise for a state that does not fit before anything changes.
 
-    Only what a step of ours reads is looked at; the rest is free.
+    Only values that a fused step reads are checked.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"the state dict has no {key!r}, but {list(state_dict)}")
-    names = iter(optimizer.parameter_names())
+    names = iter(optimizer._rows.parameter_names())
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         if len(own["params"]) != len(saved["params"]):
             break  # torch says what is wrong
@@ -165,7 +160,7 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
                 _check_state(optimizer, group, param, state, name)
                 has_master = optimizer.master_weights and param.dtype in HALF_DTYPES
                 has_master |= isinstance(param, MasterParameter)
-                # torch.distributed.checkpoint's flat states lack what optimizer.state does.
+                # Flat states of torch.distributed.checkpoint may lack the masters.
                 if isinstance(key, str) and has_master and has_begun(state):
                     _check_has(["master_param"], state, name)
     optimizer._loading = state_dict
@@ -174,11 +169,11 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
 def _check_state(
     optimizer: Any, group: dict[str, Any], param: Tensor, state: dict[str, Any], name: str
 ) -> None:
-    """Raise ValueError unless a step of ours can go on with `state`: it has all or nothing."""
+    """Raise ValueError unless a step can continue from `state`, which is complete or empty."""
     algorithm = optimizer.algorithm_in(group)
     shapes = dict.fromkeys(MASTERS, tuple(param.shape))
     needed: list[str] = []
-    if algorithm.name != "none" and not optimizer._has_own_step:  # and a state of its own
+    if algorithm.name != "none" and not optimizer._has_own_step:
         shapes["ema"] = tuple(param.shape)
         _check_is_own(optimizer, algorithm, state, name)
         for key in state.keys() & {*algorithm.numbers}:
@@ -202,7 +197,7 @@ def _keys_of(algorithm: Algorithm) -> set[str]:
 
 
 def _check_is_own(optimizer: Any, algorithm: Algorithm, state: dict[str, Any], name: str) -> None:
-    """Raise ValueError for another optimizer's state. A user's class may keep what it likes."""
+    """Raise ValueError for another optimizer's state. A user's class may keep more."""
     keys = {kind: _keys_of(ALGORITHMS[kernel]) for kind, kernel in optimizer.kinds.items()}
     strange = state.keys() & set().union(*keys.values()) - _keys_of(algorithm)
     if not strange or "_algorithm" not in vars(type(optimizer)):
@@ -210,7 +205,7 @@ def _check_is_own(optimizer: Any, algorithm: Algorithm, state: dict[str, Any], n
     whose = " or ".join(kind for kind in keys if strange <= keys[kind]) or "another optimizer"
     raise ValueError(
         f"the state dict is of {whose}, with {' and '.join(sorted(strange))} for {name}, which "
-        f"{type(optimizer).__name__} does not keep. Leave its 'state' empty to start anew. "
+        f"{type(optimizer).__name__} does not use. Leave its 'state' empty to start anew. "
         "Nothing was loaded."
     )
 
@@ -228,6 +223,6 @@ def _check_shape(key: str, value: Any, shape: tuple[int, ...], name: str) -> Non
     if value is not None and tuple(getattr(value, "shape", ())) != shape:
         what = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is {value!r}"
         raise ValueError(
-            f"{key} for {name} {what} in the state dict; it has to be a tensor of shape {shape}, "
-            "as of the model that the optimizer steps. Nothing was loaded."
+            f"{key} for {name} {what} in the state dict; it must be a tensor of shape {shape}, as "
+            "the model of this optimizer has it. Nothing was loaded."
         )

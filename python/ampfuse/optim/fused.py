@@ -11,50 +11,55 @@ import torch
 from torch import Tensor
 
 from ampfuse._schema import ALGORITHMS, Algorithm
+from ampfuse.dtypes import FLOAT_DTYPES
+from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
-from ampfuse.optim.checks import ABOVE_0, NUMBER, check
-from ampfuse.optim.hyper import Hypers, check_hyper, check_range, kernel_hyper
-from ampfuse.optim.inner import is_empty
-from ampfuse.optim.masters import FLOAT_DTYPES
-from ampfuse.optim.options import FIXED, FLAGS, RULES, changed_too_late, check_options
-from ampfuse.optim.shards import local
-from ampfuse.optim.states import StateOfParameters, States
-from ampfuse.uncompiled import uncompiled
+from ampfuse.optim.options import (
+    ABOVE_0,
+    FIXED,
+    FLAGS,
+    NUMBER,
+    RULES,
+    changed_too_late,
+    check,
+    check_options,
+)
+from ampfuse.optim.param_groups import Hypers, check_hyper, check_range, is_empty, kernel_hyper
+from ampfuse.optim.state import StateOfParameters, States
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
 
-# What ``upgrade`` makes of torch's optimizers.
+# By torch's class, the one that ``upgrade`` turns it into.
 FUSED: dict[type[torch.optim.Optimizer], type[FusedOptimizer]] = {}
 
 
 class FusedOptimizer(AmpOptimizer):
-    """Base of the optimizers whose update is a kernel of ours.
+    """Base of the optimizers whose update is one of ampfuse's kernels.
 
-    A subclass names its kernel by the class argument `algorithm`; states and hyper-parameters are
-    the schema's. With `replaces` it stands in, under amp, for that class of torch, from which it
-    also inherits.
+    The class argument `algorithm` names the kernel, whose schema gives states and hyper-parameters.
+    With `replaces` the class stands in for that class of torch, from which it also inherits, when
+    amp upgrades an optimizer.
 
-    In a subclass that has a step of its own amp and GradScalers see an optimizer like any other, of
-    which they unscale the gradients first. Once that step has called ours, or with the class
-    argument ``own_step=False``, they see a fused one.
+    amp and GradScalers treat a subclass that overrides `step` as a third-party optimizer: they
+    unscale its gradients first. Once its step has called this one, or with the class argument
+    ``own_step=False``, they treat it as fused.
     """
 
-    # Of each class its kernel.
+    # The kernel of each class, by its name.
     kinds: ClassVar[dict[str, str]] = {}
-    # The class of torch that it stands in for.
     _replaces: type[torch.optim.Optimizer] | None = None
-    # Whether half gradients are left unscaled as FP32 ones are, rounded.
+    # Whether a step leaves half gradients unscaled too, rounded.
     _unscales_half = False
-    # What parameters without a state count as having made.
+    # The step count of a parameter without a state.
     _first_step = 0
     skip_by_default = True
-    # Options that a group cannot have, and those of them that others have there.
+    # Options that a group cannot have, and keys that others put into the groups.
     _not_in_groups = frozenset(RULES.keys() - {"state_dtype"})
-    _keys_of_others: Set[str] = frozenset()
-    # Clip the next step to this L2 norm instead of `max_grad_norm`.
+    _third_party_keys: Set[str] = frozenset()
+    # The next step clips to this L2 norm instead of `max_grad_norm`.
     clip_once: float | None = None
-    # Of each group, numbers that steps read on the device: those of a captured graph.
+    # For each group, the numbers that the steps of a captured graph read on the device.
     _on_device: list[dict[str, Tensor]] | None = None
 
     _states = cached_property(States)
@@ -85,7 +90,7 @@ class FusedOptimizer(AmpOptimizer):
     def _construct(self, arguments: dict[str, Any]) -> None:
         """The constructor of an optimizer, given its ``locals()``.
 
-        Raises TypeError for an unknown option, and ValueError.
+        Raises TypeError for an unknown option, and ValueError for a wrong value.
         """
         arguments = {name: value for name, value in arguments.items() if name != "self"}
         params, options = arguments.pop("params"), arguments.pop("options")
@@ -102,22 +107,22 @@ class FusedOptimizer(AmpOptimizer):
         self._init_base(params, arguments)
         if self._replaces is None:
             return
-        # torch's Adagrad has filled its states now, in the parameter's type.
+        # torch's Adagrad has filled its states by now, in the parameter's type.
         for state in self.state.values():
             for name in self.algorithm.states:
                 fresh = float(arguments[str(fill)])
                 state[name] = torch.full_like(state[name], fresh, dtype=torch.float32)
 
     def _init_base(self, params: Any, arguments: dict[str, Any]) -> None:
-        """The constructor of torch's class, or of all optimizers."""
+        """Call the constructor of torch's class, or of all optimizers."""
         if self._replaces is None:
             torch.optim.Optimizer.__init__(self, params, arguments)
         else:
             self._replaces.__init__(self, params, **arguments)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Of an option also raises ValueError for what it cannot be, or cannot become any more."""
-        if name == "state":  # torch's, or somebody's own
+        """As usual, but ValueError for an option's wrong value, or one that came too late."""
+        if name == "state":  # torch assigns it, and users may
             if not isinstance(value, StateOfParameters):
                 value = StateOfParameters(dict, value)
             value.states = self._states
@@ -135,37 +140,37 @@ class FusedOptimizer(AmpOptimizer):
         check_range(kernel_hyper(algorithm, group))
         if group.get("differentiable"):
             raise ValueError(
-                "differentiable=True needs an update that autograd records, and a fused one is "
-                f"not. Use torch.optim.{type(self).__name__}."
+                "differentiable=True is not supported: autograd does not record a fused update. "
+                f"Use torch.optim.{type(self).__name__}."
             )
         for param in group["params"]:
             if param.dtype not in FLOAT_DTYPES:
                 raise TypeError(
-                    f"a parameter of shape {tuple(param.shape)} is {param.dtype}; "
-                    f"ampfuse.optim.{type(self).__name__} steps float32, float16 and bfloat16. "
-                    "Convert the model, or use torch.optim for it."
+                    f"ampfuse.optim.{type(self).__name__} supports float32, float16 and bfloat16 "
+                    f"parameters, got {param.dtype} of shape {tuple(param.shape)}. Convert the "
+                    "model, or use torch.optim for it."
                 )
 
     def _has_options(self, group: dict[str, Any]) -> bool:
-        """Whether options of the whole optimizer stand in a group, where nobody reads them.
+        """Whether a group has options of the whole optimizer, which have no effect there.
 
-        Raises ValueError if one says something else than the optimizer has. (Those that are put
-        around it, such as ZeroRedundancyOptimizer, repeat its arguments there.) Groups of torch's
-        optimizers, and those of a checkpoint, may have such keys of others.
+        Raises ValueError if one differs from the optimizer's. (Wrappers such as
+        ZeroRedundancyOptimizer repeat the optimizer's arguments in its groups.) Groups of torch's
+        optimizers, and those of a checkpoint, may have such keys with another meaning.
         """
-        found = self._not_in_groups & group.keys() - self._keys_of_others
+        found = self._not_in_groups & group.keys() - self._third_party_keys
         for name in sorted(found):
             if group[name] != getattr(self, name):
                 raise ValueError(
-                    f"{name}={group[name]!r} stands in a parameter group, and it is an option of "
+                    f"{name}={group[name]!r} is set in a parameter group, but it is an option of "
                     f"the whole optimizer: pass it to the constructor, {type(self).__name__}("
                     f"params, {name}=...), or set optimizer.{name}, and take it out of the group."
                 )
         return bool(found)
 
-    def note_keys_of_others(self) -> None:
-        """What is in the groups now was not put there for us."""
-        self._keys_of_others = {key for group in self.param_groups for key in group}
+    def note_third_party_keys(self) -> None:
+        """The keys that are in the groups now were not meant for ampfuse."""
+        self._third_party_keys = {key for group in self.param_groups for key in group}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -178,7 +183,7 @@ class FusedOptimizer(AmpOptimizer):
     # --- the step -------------------------------------------------------------------------------
 
     @tells_schedulers
-    @uncompiled
+    @dynamo_disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; see the class for what it does with masters, clipping and overflow.
@@ -192,13 +197,12 @@ class FusedOptimizer(AmpOptimizer):
 
         Raises:
             RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several devices
-                or on meta; hundreds of steps in a row that were all skipped.
+                or on meta; hundreds of skipped steps in a row.
             TypeError: a float64 or complex gradient.
-            ValueError: a hyper-parameter was changed to what it cannot be. Nothing has changed
-                then.
+            ValueError: a hyper-parameter was set to a wrong value. The step has changed nothing.
         """
         self._opt_called = True
-        self._ledger.check_before_step()
+        self._check_before_step()
         self._check_not_swapped("step()")
         loss = None
         if closure is not None:
@@ -216,19 +220,19 @@ class FusedOptimizer(AmpOptimizer):
         max_norm = self.clip_once or self.max_grad_norm or 0.0
         meter = self._meter if self._rehearsal is None else None
         metered = meter.before_update(table) if meter is not None else None
-        verdict = self._verdict(max_norm)
-        skipped = self._rows.plan.update(**verdict, meter=metered, between=self._stages())
+        decision = self._skip_decision(max_norm)
+        skipped = self._rows.plan.update(**decision, meter=metered, between=self._stages())
         self.clip_once = None
         if meter is not None and metered is not None:
             meter.after_update(table, metered)
         if torch.is_autocast_enabled(self._rows.params[0].device.type):
             torch.clear_autocast_cache()  # it may hold casts of the weights as they were
-        if verdict["skip_nonfinite"]:
+        if decision["skip_nonfinite"]:
             self._watch_skips(skipped)
         return loss
 
     def _become_fused(self) -> None:
-        """The step of a subclass has called ours, so ours is its step."""
+        """The step of a subclass has called this one: from now on the optimizer is fused."""
         kind: Any = getattr(self, "_original_class", type(self))
         kind._has_own_step, kind._step_supports_amp_scaling = False, True
         if type(self) is not kind:  # amp has wrapped it
@@ -236,16 +240,16 @@ class FusedOptimizer(AmpOptimizer):
             self.__class__ = kind
 
     def _stages(self) -> Callable[[list[int]], Callable[[], None]] | None:
-        """What a step does between its two stages, as `StepPlan.update` takes it; None: nothing.
+        """The function that a step calls between its two stages, for `StepPlan.update`, or None.
 
-        Called before the first: the rows of such algorithms need scratch memory then.
+        Called before the first stage, when the rows of such algorithms need scratch memory.
         """
         return None
 
     def _collect(self) -> tuple[ParamTable, list[int]] | None:
-        """The table, which has all that the step needs, and rows with a gradient but no state.
+        """Give the table all that the step needs: the table, and rows with a gradient but no state.
 
-        None where the groups are empty.
+        None if the groups are empty.
         """
         rows = self._rows
         rows.make_masters()
@@ -256,21 +260,21 @@ class FusedOptimizer(AmpOptimizer):
                 self._hypers.send(table)
                 if self._states.are_bound:
                     return table, found
-        # The first step; or parameters, states or what groups keep of them are others.
+        # This is the first step, or parameters, states or storage types have changed.
         if is_empty(self):
             return None
-        table = self.keep_bound()
+        table = self.ensure_bound()
         self._hypers.send(table)
         found = rows.plan.collect(*self._gradient_scale())
         assert found is not None
         return table, found
 
     def _gradient_scale(self) -> tuple[Tensor | None, bool, bool]:
-        """What gradients outside scale_loss carry; whether the update leaves them without it."""
+        """The scale of gradients outside scale_loss; whether the update unscales `.grad` itself."""
         return self.__dict__.get("grad_scale"), self.unscale_grads, self._unscales_half
 
-    def keep_bound(self) -> ParamTable:
-        """The table, bound anew if somebody loaded, cleared or exchanged parameters or states."""
+    def ensure_bound(self) -> ParamTable:
+        """The table, bound again if parameters or states were loaded, cleared or exchanged."""
         table = self.param_table()
         if not (self._states.are_bound and table.holds(states=self.state)):
             self._states.bind()
@@ -280,7 +284,7 @@ class FusedOptimizer(AmpOptimizer):
         self._states.forget()
         self._hypers.forget()
 
-    @uncompiled
+    @dynamo_disable
     @torch.no_grad()
     def clip_next_step(self, max_norm: float) -> Tensor:
         check("max_norm", max_norm, ABOVE_0)
@@ -294,60 +298,49 @@ class FusedOptimizer(AmpOptimizer):
     def swap_ema(self) -> Iterator[None]:
         """In the block the model has the averages of its weights, rounded to their type.
 
-        Afterwards it has the weights again, with the same bits; masters never change. It takes a
-        copy of the weights for the time of the block.
+        Afterwards it has the weights again, with the same bits; masters never change. The block
+        holds a copy of the weights.
 
         Raises:
-            RuntimeError: without ``ema_decay``, or within another such block. In the block a step
-                raises one too, and so does what saves, loads, copies or looks at masters.
+            RuntimeError: without ``ema_decay``, or within another such block. In the block, steps
+                and saving, loading, copying or reading masters raise it too.
         """
         if self.ema_decay is None or self._swapped:
             what = "a swap_ema block is open already" if self._swapped else "there are no averages"
-            raise RuntimeError(f"{what}; build the optimizer with ema_decay= and nest no blocks")
-        table = self.keep_bound()
-        table.masters.refresh()  # so that afterwards all there is counts as known
-        weights = []
-        with torch.no_grad():
-            for row, param in enumerate(self._rows.params):
-                if (average := self.state.get(param, {}).get("ema")) is not None:
-                    model = table.model(row)
-                    weight = table.param(row) if model is None else model
-                    weights.append((weight, weight.detach().clone()))
-                    weight.copy_(local(average))
-        self._swapped = True
-        try:
-            yield
-        finally:
-            self._swapped = False
-            with torch.no_grad():
-                for weight, before in weights:
-                    weight.copy_(before)
-            table.masters.accept_model_weights()
+            raise RuntimeError(
+                f"{what}. Create the optimizer with ema_decay=..., and do not nest swap_ema blocks."
+            )
+        with self._states.averages_in_model(self.ensure_bound()):
+            self._swapped = True
+            try:
+                yield
+            finally:
+                self._swapped = False
 
     # --- state dicts and copies -----------------------------------------------------------------
 
     def _before_saving(self) -> None:
-        self._states.drop_unstarted()
+        self._states.discard_uninitialized()
         super()._before_saving()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.state = self.state
         self._states.are_bound = False
-        self.note_keys_of_others()
+        self.note_third_party_keys()
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
-    """Whether the optimizer's step is ours, or a subclass's that calls ours."""
+    """Whether the optimizer's step is the fused one, or a subclass's that calls it."""
     return isinstance(optimizer, FusedOptimizer) and not optimizer._has_own_step
 
 
 def algorithm_of(
     optimizer: torch.optim.Optimizer, group: dict[str, Any] | None = None
 ) -> Algorithm | None:
-    """The kernel that steps `optimizer`, or would after an upgrade; None if it steps itself.
+    """The kernel that steps `optimizer`, or would after an upgrade; None if there is none.
 
-    With `group`, that of its parameters.
+    With `group`, the kernel for its parameters.
     """
     cls = type(optimizer)
     if isinstance(optimizer, FusedOptimizer):

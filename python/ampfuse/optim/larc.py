@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim.base import AmpOptimizer, takes_scale
+from ampfuse.optim.base import AmpOptimizer, handles_loss_scaling
 
 
 def _of_optim(name: str) -> Any:
-    """A method of torch's optimizers that LARC leaves to the wrapped one."""
+    """A method of torch's optimizers that LARC delegates to the wrapped optimizer."""
 
     @functools.wraps(getattr(torch.optim.Optimizer, name), updated=())
     def method(self: LARC, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +27,7 @@ def _of_optim(name: str) -> Any:
 
 
 class LARC(torch.optim.Optimizer):
-    """Around an optimizer: the step of each tensor follows the ratio of the norms there.
+    """Wraps an optimizer and scales the step of each tensor by a ratio of its norms.
 
     You, Gitman and Ginsburg, arXiv:1708.03888. For each parameter p with gradient g ::
 
@@ -35,8 +35,8 @@ class LARC(torch.optim.Optimizer):
         ratio = min(ratio / lr, 1)                    # with clip
         g = ratio * (g + weight_decay * p)
 
-    and the optimizer steps with that g and no weight decay of its own. Where a norm is zero, as for
-    a bias at its start, its gradient stays as it is. ::
+    and the optimizer steps with that g and no weight decay of its own. Where a norm is zero, as
+    that of a new bias is, the gradient does not change. ::
 
         optimizer = LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
@@ -52,8 +52,8 @@ class LARC(torch.optim.Optimizer):
         clip: the learning rate is an upper limit (LARC); False: a factor (LARS).
 
     Raises:
-        TypeError: `optimizer` is no optimizer.
-        ValueError: it is LAMB or NovoGrad, which follow the norm of each tensor themselves.
+        TypeError: `optimizer` is not an optimizer.
+        ValueError: it is LAMB or NovoGrad, which already use the norm of each tensor.
     """
 
     def __init__(
@@ -63,22 +63,23 @@ class LARC(torch.optim.Optimizer):
         clip: bool = True,
         eps: float = 1e-8,
     ) -> None:
-        # Not torch's __init__, which would make groups and state: they are the other's.
+        # Not torch's __init__, which would make groups and state: the wrapped optimizer has them.
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"LARC goes around an optimizer, not a {type(optimizer).__name__}")
+            raise TypeError(f"LARC wraps an optimizer, got {type(optimizer).__name__}")
         if isinstance(optimizer, AmpOptimizer) and optimizer.algorithm.follows_norms:
             raise ValueError(
-                f"{type(optimizer).__name__} follows the norm of each tensor itself; use it alone"
+                f"{type(optimizer).__name__} already scales by the norms of each tensor; use it "
+                "without LARC"
             )
         self.optim, self.trust_coefficient = optimizer, trust_coefficient
         self.clip, self.eps = clip, eps
 
     _OWN = frozenset({"optim", "trust_coefficient", "clip", "eps", "step"})
 
-    # All else is the other's: groups, state, hooks, amp's marks, a scaler's flags.
+    # Every other attribute is the wrapped optimizer's: groups, state, hooks, a scaler's flags.
 
     def __getattr__(self, name: str) -> Any:
-        if name in LARC._OWN:  # not set yet, while it is copied
+        if name in LARC._OWN:  # not set yet, during a copy
             raise AttributeError(name)
         return getattr(self.optim, name)
 
@@ -95,15 +96,15 @@ class LARC(torch.optim.Optimizer):
             delattr(self.optim, name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step with rescaled gradients; returns what that returns.
+        """The wrapped optimizer's step with rescaled gradients, and its return value.
 
         Arguments:
-            closure: reevaluates the model and returns the loss, once; gradients are rescaled after
-                it.
+            closure: reevaluates the model and returns the loss; it is called once, before the
+                gradients are rescaled.
         """
         settings = Layerwise(float(self.trust_coefficient), bool(self.clip), float(self.eps))
         optimizer = self.optim
-        if takes_scale(optimizer):
+        if handles_loss_scaling(optimizer):
             optimizer._layerwise = settings
             try:
                 return optimizer.step(closure)
@@ -132,7 +133,7 @@ class LARC(torch.optim.Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class Layerwise:
-    """LARC's settings, as an optimizer that steps under it sees them."""
+    """LARC's settings, for the wrapped optimizer."""
 
     trust_coefficient: float
     clip: bool

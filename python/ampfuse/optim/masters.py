@@ -1,4 +1,4 @@
-"""FP32 master weights that stand in ``param_groups`` for half-precision model weights."""
+"""FP32 master weights that take the place of half-precision model weights in ``param_groups``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim.inner import with_inner
-from ampfuse.optim.shards import is_sharded, local, placed_as
+from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.optim.param_groups import with_wrapped
+from ampfuse.optim.sharding import is_sharded, local, placed_as
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
-# What the kernels step and read.
-FLOAT_DTYPES = (torch.float32, *HALF_DTYPES)
-
-# What a state has its master under: whole, or beside a weight.
+# The keys of a master in a state: a whole one, and the remainder of a split one.
 MASTERS = {"master_param", "master_remainder"}
 
 _raw_grad: Any = torch.Tensor.grad
 
 
 def exact_float32(param: Tensor) -> Tensor:
-    """A new FP32 copy of `param`, laid out in memory alike."""
+    """A new FP32 copy of `param`, in the same memory layout."""
     shard = local(param).detach()
     return placed_as(param, _core.C.empty_laid_out_as(shard).copy_(shard))
 
@@ -45,24 +42,24 @@ def split_master(master: Tensor, param: Tensor, remainder: Tensor) -> None:
 
 
 def pop_master(state: dict[str, Any], param: Tensor) -> Tensor | None:
-    """Take the master of `param` out of its state, in whatever form it is there: float32."""
+    """Take the master of `param`, whole or split, out of its state: float32."""
     master = state.pop("master_param", None)
     remainder = state.pop("master_remainder", None)
     return master if remainder is None else joined_master(param, remainder)
 
 
 def has_begun(state: Any) -> bool:
-    """Whether the state of a parameter is more than its master, which it has before a step."""
+    """Whether the state of a parameter holds more than its master, as it does after a step."""
     return not isinstance(state, dict) or not state.keys() <= {*MASTERS, "_model_version"}
 
 
 def gradient_as_it_is(param: Tensor) -> Tensor | None:
-    """``param.grad`` where autograd left it, without bringing anything up to date."""
+    """``param.grad`` as autograd left it: reading it does not unscale anything."""
     return _raw_grad.__get__(param)
 
 
 def leaf_of(param: Tensor) -> Tensor:
-    """What autograd gives the gradient of `param` to: of a master the half weight."""
+    """The leaf that autograd accumulates the gradient of `param` into: a master's half weight."""
     return param.model_param if isinstance(param, MasterParameter) else param
 
 
@@ -76,11 +73,11 @@ class _SameKey(Tensor):
 
 
 class _LazyGradParameter(torch.nn.Parameter):
-    """A parameter of whose ``.grad`` an optimizer knows who looks at it and who sets it.
+    """A parameter that tells its optimizer when ``.grad`` is read or set.
 
-    As the key of a dict or in a set a master and its weight are one. So what goes from the model's
-    parameters to an optimizer's by such keys, as torch.distributed.checkpoint, finds the masters in
-    its groups and their states; and no optimizer takes both.
+    As keys of a dict or in a set a master and its weight are equal. So code that looks up a model's
+    parameters in an optimizer, such as torch.distributed.checkpoint, finds the masters in its
+    groups and their states; and no optimizer accepts both.
     """
 
     __hash__ = torch.nn.Parameter.__hash__
@@ -91,23 +88,23 @@ class _LazyGradParameter(torch.nn.Parameter):
             return equal.as_subclass(_SameKey)
         return equal
 
-    # The optimizer that knows where the gradients of its masters are, as long as it lives.
+    # A weak reference to the optimizer that holds the gradients of its masters.
     _owner: Callable[[], Any] = staticmethod(lambda: None)
 
-    def _knower(self) -> Any:
-        # Dynamo looks too, and accepts no gradient of another type than the weight's.
+    def _get_owner(self) -> Any:
+        # Dynamo reads `grad` too, and only accepts a gradient of the weight's type.
         return None if torch.compiler.is_compiling() else self._owner()
 
     @property
     def grad(self) -> Tensor | None:
-        if (owner := self._knower()) is not None:
+        if (owner := self._get_owner()) is not None:
             owner.look_at_gradient(self)
         return _raw_grad.__get__(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        owner = self._knower()
-        # What was read of a half weight may be set again, which torch would refuse.
+        owner = self._get_owner()
+        # A gradient that was read from a half weight may be set again; torch would refuse FP32.
         is_float32 = isinstance(value, Tensor) and value.dtype == torch.float32
         if owner is None or not is_float32:
             _raw_grad.__set__(self, value)
@@ -120,11 +117,10 @@ class _LazyGradParameter(torch.nn.Parameter):
 
 
 class ModelParameter(_LazyGradParameter):
-    """The half-precision weight of a model beside its :class:`MasterParameter`.
+    """The half-precision weight of a model that has a :class:`MasterParameter`.
 
-    Between ``scale_loss`` and ``step`` its ``.grad``, if somebody reads it, is the master's: FP32
-    and unscaled, one tensor under both names. So clipping ``model.parameters()`` is clipping the
-    masters.
+    Between ``scale_loss`` and ``step`` its ``.grad`` reads as the master's: FP32 and unscaled, one
+    tensor for both. So clipping ``model.parameters()`` clips the masters.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelParameter:
@@ -134,16 +130,16 @@ class ModelParameter(_LazyGradParameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As a plain parameter, of the same memory: the model it goes to has no optimizer yet.
+        # As a plain parameter of the same memory: the model that gets it has no optimizer yet.
         return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class MasterParameter(_LazyGradParameter):
     """The FP32 master of one half-precision model weight.
 
-    An optimizer steps on it and never sees the half weight. Its ``.grad`` is what autograd left in
-    ``model_param.grad``, unscaled and in FP32. It is computed when somebody reads it, for all
-    masters of the optimizer at once; until then the fused step works on the half gradients.
+    An optimizer updates it and never sees the half weight. Its ``.grad`` is ``model_param.grad``,
+    unscaled and in FP32. Reading it computes it, for all masters of the optimizer at once; until
+    then the fused step works on the half gradients.
     """
 
     model_param: Tensor
@@ -152,18 +148,18 @@ class MasterParameter(_LazyGradParameter):
 
     @classmethod
     def of(cls, model_param: Tensor) -> MasterParameter:
-        """The exact FP32 copy of `model_param`, laid out in memory alike."""
+        """The exact FP32 copy of `model_param`, in the same memory layout."""
         return _rebuild(exact_float32(model_param), model_param)
 
     def __hash__(self) -> int:
-        weight = self.model_param  # one of another class has keys of its own
+        weight = self.model_param  # a weight of another class may define its own hash
         return id(weight if type(weight) in (torch.nn.Parameter, ModelParameter) else self)
 
     def set_owner(self, optimizer: Any) -> None:
-        """The first to ask has it: one that wraps `optimizer` knows the gradients of amp."""
+        """Set the owner, once: an optimizer that wraps another is first, and has the gradients."""
         if self._owner() is None:
             self._owner = weakref.ref(optimizer)
-            materialize_on_sight(self.model_param, optimizer)
+            unscale_on_access(self.model_param, optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterParameter:
         import copy
@@ -180,8 +176,8 @@ class MasterParameter(_LazyGradParameter):
         return _rebuild, (self.detach().clone(), self.model_param)
 
 
-def materialize_on_sight(model_param: Tensor, optimizer: Any) -> None:
-    """Have whoever reads ``model_param.grad`` see what `optimizer`'s master has."""
+def unscale_on_access(model_param: Tensor, optimizer: Any) -> None:
+    """Make ``model_param.grad`` read as the gradient of its master in `optimizer`."""
     if type(model_param) is torch.nn.Parameter:
         model_param.__class__ = ModelParameter
     if isinstance(model_param, ModelParameter):
@@ -196,37 +192,37 @@ def _rebuild(data: Tensor, model_param: Tensor) -> MasterParameter:
 
 
 def takes_master(param: Tensor) -> bool:
-    """Whether an FP32 master can stand for it in the groups. That of a DTensor is in the state."""
+    """Whether an FP32 master can replace it in the groups. A DTensor's master is in the state."""
     return param.dtype in HALF_DTYPES and not is_sharded(param)
 
 
 def install_masters(
     optimizer: torch.optim.Optimizer, masters: dict[Tensor, MasterParameter]
 ) -> None:
-    """Replace half parameters in `optimizer`'s groups by FP32 masters, in place, state and all.
+    """Replace half parameters by FP32 masters in `optimizer`'s groups and state, in place.
 
-    So also in the optimizers that it wraps, whether or not they share groups and state with it.
+    Also in the optimizers that it wraps, whether or not they share groups and state with it.
 
     Arguments:
-        masters: by weight, those that there are; new ones are added.
+        masters: the existing masters, by weight; new ones are added.
     """
-    optimizers = with_inner(optimizer)
+    optimizers = with_wrapped(optimizer)
     for group in [group for each in optimizers for group in each.param_groups]:
         for i, param in enumerate(group["params"]):
             if not takes_master(param) or not param.requires_grad:
                 continue
             if param not in masters:
                 masters[param] = MasterParameter.of(param)
-                # Now, not at the first step: what was compiled meanwhile knows the weight's class.
+                # Not at the first step: code that is compiled before it depends on the class.
                 masters[param].set_owner(optimizer)
             group["params"][i] = masters[param]
     for state in [getattr(each, "state", {}) for each in optimizers]:
         weights = [key for key in state if isinstance(key, Tensor) and takes_master(key)]
         for param in filter(masters.__contains__, weights):
             kept, master = state.pop(param), masters[param]
-            # Edits of the weight since its master was loaded are followed, as with any master.
+            # A loaded master follows edits of its weight since then, as any master does.
             master.model_version = kept.pop("_model_version", master.model_version)
-            # Loaded before, or a standalone optimizer's own.
+            # Loaded before, or made by a standalone optimizer.
             if (exact := pop_master(kept, param)) is not None:
                 with torch.no_grad():
                     master.copy_(exact)

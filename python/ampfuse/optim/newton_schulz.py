@@ -1,13 +1,13 @@
 """Orthogonalization of matrices by Newton-Schulz iterations, for Muon.
 
-Of X = U S V^T, divided by its norm, each step makes ``a X + (b A + c A A) X``, where A is the Gram
-matrix of its smaller side. This takes each singular value s to ``a s + b s^3 + c s^5``. Matrices of
-one shape are one batch of products. Of an m x n matrix, m <= n, five steps take 20 m^2 n + 10 m^3
-operations. Where n is larger enough, they are made of the Gram matrix alone: polynomials of it, P
-for a step and Q for all of them, commute, so ``A' = P A P``, and at the end ``Q X`` is the result.
-These are 34 m^3 + 4 m^2 n operations (1:1: 38 for 30; 1:3: 46 for 70; 1:4: 50 for 90). It amplifies
-rounding errors of A, so it is done in FP32, or in FP16 with A made of X anew after three steps (28
-m^3 + 8 m^2 n). The idea is Dao-AILab's "Gram Newton-Schulz".
+X = U S V^T is divided by its norm. Then each step computes ``a X + (b A + c A A) X``, where A is
+the Gram matrix of the smaller side, which maps each singular value s to ``a s + b s^3 + c s^5``.
+Matrices of one shape are one batch of products. Five steps of an m x n matrix, m <= n, take
+20 m^2 n + 10 m^3 operations. If n is large enough, the steps work on the Gram matrix alone: its
+polynomials, P for a step and Q for all of them, commute, so ``A' = P A P``, and ``Q X`` is the
+result. This takes 34 m^3 + 4 m^2 n operations (1:1: 38 for 30; 1:3: 46 for 70; 1:4: 50 for 90). It
+amplifies rounding errors of A, so it is done in FP32, or in FP16 with A computed from X again after
+three steps (28 m^3 + 8 m^2 n). The idea is Dao-AILab's "Gram Newton-Schulz".
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from ampfuse.hardware import cpu_flags, cpu_has_bf16
 
-# a, b, c of a step.
+# The coefficients a, b, c of a step.
 Polynomial = tuple[float, float, float]
 
 JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
-# Amsel et al., arXiv:2505.16932: the best polynomial of each step for singular values from 0.001 of
-# the norm on, so that they end near 1. As there, all but the last are safe for values up to 1.01.
+# Amsel et al., arXiv:2505.16932: for each step the polynomial that brings singular values of at
+# least 0.001 of the norm closest to 1. As there, all but the last are safe for values up to 1.01.
 _POLAR_EXPRESS: list[Polynomial] = [
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -39,16 +39,16 @@ _POLAR_EXPRESS: list[Polynomial] = [
 ]
 _SAFETY = 1.01
 
-# After so many steps in FP16 a Gram matrix has collected too many errors.
+# After more steps in FP16 the rounding errors of a Gram matrix are too large.
 _RESTART = 3
 
-# Elements of a batch that are worked on at a time: of temporary memory there are three as large. A
-# CPU fills its cores with less, which its caches hold.
+# Elements of a batch that are computed at a time, with three times as much temporary memory. A CPU
+# needs fewer to use its cores, and its caches hold those.
 SLICE = {"cpu": 1 << 20, "cuda": 1 << 25}
 
 
 def polynomials_of(coefficients: Sequence[float] | str, steps: int) -> list[Polynomial]:
-    """Those of each step: the same ones, or ``"polar_express"``."""
+    """The polynomial of each step: always the same, or those of ``"polar_express"``."""
     if coefficients != "polar_express":
         a, b, c = map(float, coefficients)
         return [(a, b, c)] * steps
@@ -58,20 +58,20 @@ def polynomials_of(coefficients: Sequence[float] | str, steps: int) -> list[Poly
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """In which type `device` multiplies fastest with the precision that the steps need."""
+    """The type that `device` multiplies fastest with the precision that the steps need."""
     if device.type == "cuda":
         return torch.float16
     return torch.bfloat16 if _float32_cost() > 1 else torch.float32
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
-    """In which type matrices are handed over there: of a range in which no gradient is lost."""
+    """The type of the matrices before and after, whose range holds every gradient."""
     return torch.float32 if product_dtype(device) == torch.float32 else torch.bfloat16
 
 
-@functools.cache  # each step asks, of every matrix
+@functools.cache  # each step calls it for every matrix
 def _float32_cost() -> float:
-    """How long a product in FP32 takes a CPU, for one in BF16."""
+    """The time of a product in FP32 on this CPU, relative to BF16."""
     if "amx_bf16" in cpu_flags():
         return 12.0
     return 2.5 if cpu_has_bf16() else 1.0
@@ -80,12 +80,12 @@ def _float32_cost() -> float:
 def operations(
     m: int, n: int, steps: int, dtype: torch.dtype, by_gram: bool | None = None
 ) -> float:
-    """What `steps` on an m x n matrix, m <= n, take: multiplications and additions of products.
+    """The multiplications and additions in the products of `steps` on an m x n matrix, m <= n.
 
-    Of those in FP32 beside BF16 as many as BF16 would do in their time.
+    With products in BF16, those in FP32 count as many as BF16 would do in their time.
 
     Arguments:
-        by_gram: on the Gram matrix alone; None: by the cheaper way.
+        by_gram: work on the Gram matrix alone; None: whichever is cheaper.
     """
     square, wide = 2.0 * m**3, 2.0 * m**2 * n
     if by_gram is None:
@@ -115,8 +115,8 @@ def orthogonalized(
 
     Arguments:
         matrices: (batch, m, n), FP32 or BF16; overwritten.
-        eps: smaller norms count as this. Norms are rounded to the type of `matrices`, as in torch.
-        dtype: of the products: FP32, FP16 or BF16; that of the device by default.
+        eps: the smallest norm. Norms are rounded to the type of `matrices`, as in torch.
+        dtype: of the products: FP32, FP16 or BF16; by default :func:`product_dtype`.
     """
     batch, rows, columns = matrices.shape
     m, n = min(rows, columns), max(rows, columns)
@@ -127,10 +127,10 @@ def orthogonalized(
     if batch > at_once:
         parts = matrices.split(at_once)
         return torch.cat([orthogonalized(part, polynomials, eps, factor, dtype) for part in parts])
-    # Gram matrices of large sides would be too small for FP16: they are multiplied by `scale`.
+    # Gram matrices of long sides would be too small for FP16, so they are multiplied by `scale`.
     is_half = dtype == torch.float16
     scale = 4.0 ** int(math.log(m, 4)) if is_half else 1.0
-    # Squares of large gradients are out of FP32's range.
+    # Squares of large gradients overflow FP32.
     norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float64)
     norm = norm.clamp(min=eps).to(matrices.dtype) / math.sqrt(scale)
     x = matrices.div_(norm).to(dtype)
@@ -146,7 +146,7 @@ def orthogonalized(
 
 
 def _gram(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The products of the rows with each other, or of the columns where there are fewer."""
+    """The products of the rows with each other, or of the columns if there are fewer."""
     first, second = (x, x.mT) if x.shape[1] <= x.shape[2] else (x.mT, x)
     return torch.bmm(first, second, out=out)
 

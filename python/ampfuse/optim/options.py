@@ -1,56 +1,57 @@
-"""The options that every fused optimizer has beside torch's arguments."""
+"""The options that every fused optimizer takes in addition to torch's, and the checks of values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypedDict
 
+from torch import Tensor
 from typing_extensions import Unpack as Unpack  # typing has it from Python 3.11 on
 
 from ampfuse._schema import STORAGES
-from ampfuse.optim.checks import FLAG, Rule, check, one_of
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of every fused optimizer, beside torch's, and attributes of its.
+    """Keyword arguments of every fused optimizer, in addition to torch's, and its attributes.
 
-    Set as attributes they hold from the next step on; `master_weights`, `state_dtype` and
-    `rounding` cannot change after the first one. A parameter group may have its own `state_dtype`;
-    others in a group raise ValueError, when it is added or at the next step.
+    A changed attribute takes effect at the next step; `master_weights`, `state_dtype` and
+    `rounding` are fixed after the first one. A parameter group may have its own `state_dtype`; any
+    other option in a group raises ValueError, when it is added or at the next step.
 
     Arguments:
         master_weights: keep an FP32 master (``state[p]["master_param"]``) for each half parameter,
-            update that and round it into the parameter. Without, half parameters are updated in
-            their own precision, and small updates are lost. ``"split"``: the master is the half
-            weight and 16 more bits (``state[p]["master_remainder"]``, int16), 2 bytes a parameter
-            less. Of a BF16 weight every FP32 master is held exactly; the weight is the nearest,
-            and in a tie the one away from zero. Of an FP16 weight every master from 2**-16 up to
-            65504, where larger ones are held; smaller ones to within 2**-40.
-        state_dtype: how states of a parameter's shape are kept: ``"fp32"`` (the default),
+            update that and round it into the parameter. Without masters half parameters are updated
+            in their own precision, and small updates are lost. ``"split"``: the master is the half
+            weight and 16 more bits (``state[p]["master_remainder"]``, int16), which takes 2 bytes
+            per parameter less. With a BF16 weight it holds every FP32 value exactly; the weight is
+            the nearest, and in a tie the one away from zero. With an FP16 weight it holds values
+            from 2**-16 to 65504 exactly, smaller ones to within 2**-40, and 65504 for larger ones.
+        state_dtype: how states of a parameter's shape are stored: ``"fp32"`` (the default),
             ``"bf16"``, rounded stochastically, or, in blocks of 128 elements with a scale each
             (SGD, Adam, AdamW, Adagrad, Lion, Muon), ``"8bit"``, or ``"fp8"``, rounded
             stochastically. Parameters of fewer than 4,096 elements keep FP32 instead of 8 bits.
-            ``state_dtype`` in a parameter group goes first.
+            ``state_dtype`` in a parameter group takes precedence.
         rounding: ``"stochastic"`` rounds BF16 parameters without masters up or down at random, so
             that small updates count in the mean (others to nearest); ``"nearest"`` is the default.
-        seed: of all random bits, 0 to 2**32 - 1. They depend on it, the parameter's place, its
-            step count and the element alone: not on device, threads or a resume.
+        seed: seed of all random bits, 0 to 2**32 - 1. They depend only on it, the parameter's
+            position, its step count and the element: not on device, threads or a resume.
         ema_decay: keep an exponential moving average of each parameter, ``avg += (1 - decay) *
             (p - avg)`` after each step, in FP32 (``state[p]["ema"]``); see ``swap_ema``.
         max_grad_norm: clip all gradients to this L2 norm inside the step, as
             ``torch.nn.utils.clip_grad_norm_``; a non-finite gradient then skips the step.
         skip_nonfinite: skip the step if a gradient holds inf or NaN: nothing changes then, and a
-            warning of the logger "ampfuse.optim" tells of it. A step that looks for nothing else
-            reads all gradients once more for that. None, the default, is True, but False under amp
-            at O0 to O3. A GradScaler, dynamic loss scaling and clipping skip anyway.
-        unscale_grads: after a step that a GradScaler drives, FP32 gradients read unscaled (and not
+            the logger "ampfuse.optim" warns. Unless the step inspects the gradients anyway, this
+            reads them once more. None, the default, is True, but False under amp at O0 to O3.
+            A GradScaler, dynamic loss scaling and clipping skip in any case.
+        unscale_grads: after a step under a GradScaler, FP32 gradients read unscaled (and not
             clipped), as with torch's fused optimizers; a skipped step leaves them as they were, and
             half ones stay scaled. False: the step writes 4 bytes less per element, and
             ``.grad`` stays multiplied by the loss scale.
 
     Raises:
-        TypeError: from the constructor, a parameter of another dtype than float32, float16 and
-            bfloat16.
+        TypeError: from the constructor, a parameter that is not float32, float16 or bfloat16.
         ValueError: an argument out of range, or ``differentiable=True``.
     """
 
@@ -65,7 +66,7 @@ class Options(TypedDict, total=False):
 
 
 class WithOptions:
-    """Mixin: the options as attributes, which start at their defaults."""
+    """Mixin: the options as attributes, with their defaults."""
 
     master_weights: bool | Literal["split"] = False
     state_dtype: str = "fp32"
@@ -75,6 +76,41 @@ class WithOptions:
     max_grad_norm: float | None = None
     skip_nonfinite: bool | None = None
     unscale_grads: bool = True
+
+
+class Rule(NamedTuple):
+    """What a value must be: `holds`, which may raise for a wrong type, and its description."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def one_of(*choices: Any) -> Rule:
+    *most, last = map(repr, choices)
+    return Rule(lambda value: value in choices, f"{', '.join(most)} or {last}")
+
+
+def is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+
+
+FLAG = one_of(True, False)
+NUMBER = Rule(is_number, "a number")
+POSITIVE = Rule(lambda value: 0 < value < math.inf, "positive and finite")
+ABOVE_0 = Rule(lambda value: value > 0, "positive")
+COUNT = Rule(lambda value: 0 <= value < math.inf, "a finite number of at least 0")
+
+
+def check(name: str, value: Any, rule: Rule) -> None:
+    """Raise ValueError, which says `name`, for a value that breaks `rule`."""
+    try:
+        holds = rule.holds(value)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # such as "1" > 0
+        holds = False
+    if not holds:
+        is_large = isinstance(value, Tensor) and value.numel() > 1
+        what = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if is_large else repr(value)
+        raise ValueError(f"{name} is {what}; it must be {rule.words}")
 
 
 RULES = {
@@ -90,14 +126,14 @@ RULES = {
     "skip_nonfinite": one_of(True, False, None),
     "unscale_grads": FLAG,
 }
-# Of which 1 and 0 are True and False.
+# Options where 1 and 0 count as True and False.
 FLAGS = {"master_weights", "skip_nonfinite", "unscale_grads"}
-# What rows are made by.
+# Options that rows are made with.
 FIXED = {"master_weights", "rounding"}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for what does not exist, or does not go together."""
+    """Raise ValueError for a wrong value, or for options that exclude each other."""
     for name, value in options.items():
         check(name, value, RULES[name])
     masters = options.get("master_weights", False)
@@ -111,5 +147,5 @@ def check_options(options: Mapping[str, Any]) -> None:
 def changed_too_late(what: str, old: Any, new: Any) -> str:
     return (
         f"{what} cannot change from {old!r} to {new!r} after the optimizer was first used. Save "
-        "the state, build the optimizer with the other and load it there."
+        "the state, create an optimizer with the new value and load it there."
     )

@@ -10,60 +10,59 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse._schema import Algorithm
-from ampfuse.optim.inner import parameters
+from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.masters import (
-    HALF_DTYPES,
     MasterParameter,
     exact_float32,
     install_masters,
     joined_master,
     leaf_of,
-    materialize_on_sight,
     split_master,
     takes_master,
+    unscale_on_access,
 )
-from ampfuse.optim.parts import Part
-from ampfuse.optim.shards import Ranks, is_sharded, local, origin, placed_as
-from ampfuse.uncompiled import uncompiled
+from ampfuse.optim.param_groups import Component, parameters
+from ampfuse.optim.sharding import Ranks, is_sharded, local, origin, placed_as
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
 
 
-class Rows(Part):
+class Rows(Component):
     """A table with a row for each parameter of an optimizer's groups, in their order.
 
-    Half parameters have FP32 masters if `master_weights` says so: in ``optimizer.state``, or under
-    amp in the groups.
+    With `master_weights` half parameters have FP32 masters: in ``optimizer.state``, or under amp in
+    the groups.
 
     Attributes:
-        table, plan: None until they are used, and when the parameters were replaced.
-        params: what its rows are of.
-        names: what messages call parameters, by their ids, where that is known.
-        has_shards, ranks: whether some parameter is a DTensor, and who steps shards of the same.
+        table, plan: None until they are used, and after the parameters were replaced.
+        params: the parameter of each row.
+        names: names of parameters for messages, by their ids, where they are known.
+        has_shards, ranks: whether some parameter is a DTensor, and the processes that share them.
     """
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.table: ParamTable | None = None
-        self.plan: Any = None  # a StepPlan; to ask the table for it takes 0.4 us
+        self.plan: Any = None  # a StepPlan; asking the table for it takes 0.4 us
         self.params: list[Tensor] = []
         self.names: dict[int, str] = {}
         self.has_shards = False
         self.ranks: Ranks | None = None
-        # By weight, all that ever stood in the groups: they may be made anew from the weights.
+        # By weight, all masters that were ever in the groups: groups may be rebuilt from weights.
         self.masters: dict[Tensor, MasterParameter] = {}
-        # Half parameters that have no masters as they are frozen; None: look again.
+        # Frozen half parameters, which have no masters; None: look again.
         self._frozen: list[Tensor] | None = None
 
-    @uncompiled
+    @dynamo_disable
     def current(self) -> ParamTable:
         """The table, with a row for each parameter of ``param_groups``."""
         self.make_masters()
         optimizer, table = self.optimizer, self.table
         if table is not None and table.holds(groups=optimizer.param_groups):
             return table
-        self.make_masters(anew=True)  # perhaps of the model's weights
+        self.make_masters(anew=True)  # the groups may hold the model's weights
         if table is not None and table.holds(groups=optimizer.param_groups):
             return table
         params = list(parameters(optimizer))
@@ -71,9 +70,9 @@ class Rows(Part):
         for param, name in zip(params, names, strict=True):
             if param.is_meta:
                 raise RuntimeError(
-                    f"{name} is on the meta device, where it has no values to step. Materialize it "
-                    "(model.to_empty(device=...), then load or initialize it) and build the "
-                    "optimizer from the parameters that the model has then."
+                    f"{name} is on the meta device, so it has no values to step. Materialize it "
+                    "(model.to_empty(device=...), then load or initialize it) and create the "
+                    "optimizer from the materialized parameters."
                 )
         if table is not None:
             known = self.params
@@ -99,7 +98,7 @@ class Rows(Part):
         return table
 
     def are_used(self) -> bool:
-        """There is a table, or there are masters, which only one follows."""
+        """Whether there is a table, or masters, which need one."""
         optimizer = self.optimizer
         if self.table is not None or not optimizer.master_weights:
             return self.table is not None
@@ -111,18 +110,18 @@ class Rows(Part):
         )
 
     def known(self) -> ParamTable:
-        """The table as it is, where there is one."""
+        """The table, which must exist, without a look at the groups."""
         assert self.table is not None
         return self.table
 
     def forget(self) -> None:
-        """Rows are made anew from the groups at the next use."""
-        if self.table is not None:  # the next one knows of no loss scale
+        """Have the next use make new rows from the groups."""
+        if self.table is not None:  # the next table starts without a loss scale
             self.table.gradients.materialize()
         self.table = self.plan = self._frozen = None  # a plan keeps its table alive
 
     def parameter_names(self) -> list[str]:
-        """What messages call the parameters, in the order of the groups."""
+        """The names of the parameters in messages, in the order of the groups."""
         names = []
         for i, group in enumerate(self.optimizer.param_groups):
             given = group.get("param_names") or [None] * len(group["params"])
@@ -148,11 +147,11 @@ class Rows(Part):
 
     @property
     def installs_masters(self) -> bool:
-        """Masters stand in the groups, for whoever looks there. A split one is no tensor."""
+        """Whether masters are in the groups, where users see them. Split ones are not tensors."""
         return self.optimizer._under_amp and self.optimizer.master_weights is True
 
     def is_split(self, param: Tensor) -> bool:
-        """Whether the master of `param` is what it leaves of one, beside it."""
+        """Whether the master of `param` is the parameter and a remainder of 16 bits."""
         return self.optimizer.master_weights == "split" and param.dtype in HALF_DTYPES
 
     def go_under_amp(self, names: dict[int, str]) -> None:
@@ -160,10 +159,10 @@ class Rows(Part):
         self.names = dict(names)
         self.make_masters()
         for param in filter(self.is_split, parameters(self.optimizer)):
-            materialize_on_sight(param, self.optimizer)
+            unscale_on_access(param, self.optimizer)
 
     def make_masters(self, *, anew: bool = False) -> None:
-        """Masters in the groups for half parameters that are trained and have none yet.
+        """Put masters into the groups for trained half parameters that have none yet.
 
         `anew`: the groups have changed.
         """
@@ -188,13 +187,13 @@ class Rows(Part):
             table.add_row(param, param.model_param, name, param.model_version, **more)
         elif self.is_split(param):
             if under_amp:
-                materialize_on_sight(param, optimizer)
+                unscale_on_access(param, optimizer)
             table.add_row(local(self.remainder(param)), shard, name, **more)
         elif optimizer.master_weights and param.dtype in HALF_DTYPES and (whole or not under_amp):
             if whole and optimizer._algorithm == "none":
                 raise TypeError(
                     f"{name} is a DTensor in {param.dtype}, and {type(optimizer).__name__} is not "
-                    "fused: its own step knows no masters beside shards. Use an optimizer of "
+                    "fused: its step cannot use masters of shards. Use an optimizer of "
                     "ampfuse.optim, or shard FP32 parameters with fully_shard's mp_policy."
                 )
             state = optimizer.state[param]
@@ -203,12 +202,12 @@ class Rows(Part):
                 state["master_param"] = exact_float32(param)
             table.add_row(local(state["master_param"]), shard, name, version, **more)
         else:
-            if not under_amp:  # a master that was loaded is nobody's
+            if not under_amp:  # no row uses a master that was loaded
                 optimizer.state.get(param, {}).pop("master_param", None)
             table.add_row(shard, None, name, 0, optimizer.rounding == "stochastic", **more)
 
     def remainder(self, param: Tensor) -> Tensor:
-        """What `param` leaves of its split master, which is `param` where there is none yet."""
+        """The remainder of the split master of `param`; of a new one it is 0."""
         state = self.optimizer.state[param]
         if "master_remainder" not in state:
             remainder = _core.C.empty_laid_out_as(local(param).detach(), torch.int16).zero_()
@@ -218,7 +217,7 @@ class Rows(Part):
         return state["master_remainder"]
 
     def master_of(self, row: int) -> Tensor:
-        """What a row's step works on: the master, a copy of it if it is split, or the parameter."""
+        """The tensor that a row's step updates: master (a copy if it is split) or parameter."""
         param = self.params[row]
         if self.is_split(param):
             return local(joined_master(param, self.remainder(param)))
@@ -246,7 +245,7 @@ class Rows(Part):
                 master = old
             state["master_param"] = master
             state["_model_version"] = param._version
-        elif self.table is None:  # the weights may be cast yet, by amp.initialize
+        elif self.table is None:  # amp.initialize may still cast the weights
             state["master_param"] = master
         if self.table is not None:
             # Loading the model before or after this gives the weights these masters round to.

@@ -20,7 +20,7 @@ class SGD(FusedOptimizer, torch.optim.SGD, algorithm="sgd", replaces=torch.optim
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.
         wd_after_momentum (in a parameter group only): add the weight decay after the momentum
             instead of before it.
-        foreach, fused: accepted and without effect; `differentiable` is refused.
+        foreach, fused: accepted and ignored; `differentiable` raises ValueError.
         options: see :class:`ampfuse.optim.Options`.
     """
 

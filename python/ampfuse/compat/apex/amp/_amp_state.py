@@ -13,7 +13,8 @@ from torch import Tensor
 from ampfuse.amp import master_params as master_params
 from ampfuse.amp import session as sessions
 from ampfuse.compat.apex.amp.scaler import LossScaler
-from ampfuse.optim.masters import HALF_DTYPES, MasterParameter
+from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.optim.masters import MasterParameter
 
 
 class AmpState:

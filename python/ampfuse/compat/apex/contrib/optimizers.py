@@ -12,7 +12,7 @@ from ampfuse.compat.apex.optimizers import fused
 from ampfuse.compat.apex.optimizers.fused import FusedLAMB as FusedLAMB
 from ampfuse.compat.apex.optimizers.fused import FusedSGD as FusedSGD
 from ampfuse.compat.apex.signatures import takes
-from ampfuse.optim.inner import parameters
+from ampfuse.optim.param_groups import parameters
 
 
 class FusedAdam(fused.FusedAdam):

@@ -18,10 +18,10 @@ from ampfuse.compat.apex.amp._amp_state import AmpOptimizerState
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.apex_C import unflatten
 from ampfuse.compat.apex.signatures import takes
+from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.optim import upgrade
-from ampfuse.optim.inner import parameters
-from ampfuse.optim.masters import FLOAT_DTYPES, HALF_DTYPES, MasterParameter
-from ampfuse.optim.parts import member
+from ampfuse.optim.masters import MasterParameter
+from ampfuse.optim.param_groups import parameters
 
 
 # An Optimizer, unlike apex's: learning-rate schedulers ask for one. Everything but what is defined
@@ -156,10 +156,22 @@ class FP16_Optimizer(torch.optim.Optimizer):
         grads = ([param.grad for param in group["params"]] for group in self.param_groups)
         return [[None if grad is None else grad.detach() for grad in group] for group in grads]
 
-    loss_scale = member("loss_scaler._loss_scale")
-    state = member("optimizer.state")
-    param_groups = member("optimizer.param_groups")
-    add_param_group = member("optimizer.add_param_group")
+    loss_scale = property(
+        lambda self: self.loss_scaler._loss_scale,
+        lambda self, value: setattr(self.loss_scaler, "_loss_scale", value),
+    )
+    state = property(
+        lambda self: self.optimizer.state,
+        lambda self, value: setattr(self.optimizer, "state", value),
+    )
+    param_groups = property(
+        lambda self: self.optimizer.param_groups,
+        lambda self, value: setattr(self.optimizer, "param_groups", value),
+    )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """apex's keys, for ``weights_only=True``; ``fp32_from_fp16`` holds the masters."""

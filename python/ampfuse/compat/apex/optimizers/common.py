@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ampfuse.compat.apex.signatures import takes
-from ampfuse.optim.base import driven
+from ampfuse.optim.base import under_grad_scaler
 from ampfuse.optim.fused import FusedOptimizer, is_fused
-from ampfuse.optim.inner import parameters
 from ampfuse.optim.masters import MASTERS
+from ampfuse.optim.param_groups import parameters
 
 # apex takes any value for these; and what they are called here.
 _FLAGS = frozenset(
@@ -131,7 +131,7 @@ def of_groups(key: str, read: Callable[[Any], Any], write: Callable[[Any], bool]
 
 
 @contextlib.contextmanager
-def driven_by(optimizer: Any, driver: dict[str, Any]) -> Iterator[None]:
+def stepped_by_grad_scaler(optimizer: Any, driver: dict[str, Any]) -> Iterator[None]:
     """A step in this block unscales and skips by torch's GradScaler ``driver["grad_scaler"]``.
 
     It is among the keywords: torch's GradScaler warns of a parameter of that name, as apex's.
@@ -145,5 +145,7 @@ def driven_by(optimizer: Any, driver: dict[str, Any]) -> Iterator[None]:
         return
     flags = grad_scaler._check_inf_per_device(optimizer).values()
     found_inf = sum(flag.reshape(()) for flag in flags)  # 0 if the scaler saw no gradient
-    with driven(optimizer, grad_scale=grad_scaler._get_scale_async(), found_inf=found_inf):
+    with under_grad_scaler(
+        optimizer, grad_scale=grad_scaler._get_scale_async(), found_inf=found_inf
+    ):
         yield

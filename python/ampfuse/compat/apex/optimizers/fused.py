@@ -19,9 +19,9 @@ from torch import Tensor
 from ampfuse import optim
 from ampfuse.compat.apex import amp_C
 from ampfuse.compat.apex.contrib.clip_grad import clip_grad_norm_
-from ampfuse.compat.apex.optimizers.common import ApexOptimizer, driven_by, of_groups
+from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups, stepped_by_grad_scaler
+from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.fused import is_fused
-from ampfuse.optim.masters import HALF_DTYPES
 
 _GIVEN_UP = ("grads", "output_params", "scale", "grad_norms")
 
@@ -87,7 +87,7 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
         if refused := [n for n, value in zip(names, given, strict=True) if value is not None]:
             found = f"FusedAdam.step takes no {', '.join(refused)}: gradients are read from .grad"
             raise RuntimeError(f"{found}, and amp or a GradScaler unscales them.")
-        with driven_by(self, driver):
+        with stepped_by_grad_scaler(self, driver):
             if not self._of_2019:
                 return super().step(closure)
             with torch.enable_grad():
@@ -112,7 +112,7 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
     def _rates_of_2019(self) -> Iterator[None]:
         """The moments' corrections are a factor of the rate, and so of the weight decay."""
         rates = [(g["lr"], g["bias_correction"]) for g in self.param_groups]
-        counts = self.keep_bound().steps().split([len(g["params"]) for g in self.param_groups])
+        counts = self.ensure_bound().steps().split([len(g["params"]) for g in self.param_groups])
         try:
             for group, count in zip(self.param_groups, counts, strict=True):
                 if group["bias_correction"] and len(count):
@@ -217,7 +217,7 @@ class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
 
     def step(self, closure: Callable[[], Any] | None = None, **driver: Any) -> Any:
         """One step; with ``grad_scaler=s`` torch's GradScaler unscales and skips on overflow."""
-        with driven_by(self, driver):
+        with stepped_by_grad_scaler(self, driver):
             return ApexOptimizer.step(self, closure)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree as torch_pytree
 
 _DICTS = (dict, OrderedDict)  # Dynamo knows neither copies nor attributes of these
 
@@ -60,17 +60,17 @@ def replace(value: Any, leaf: Callable[[Any], Any]) -> Any:
             value = copy.copy(value)
         for name, new in changed.items():
             object.__setattr__(value, name, new)  # frozen ones too
-    elif type(value) in pytree.SUPPORTED_NODES:
-        items, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
+    elif type(value) in torch_pytree.SUPPORTED_NODES:
+        items, spec = torch_pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
         changed_items = [replace(item, leaf) for item in items]
         if not all(map(_same, changed_items, items)):
-            return pytree.tree_unflatten(changed_items, spec)
+            return torch_pytree.tree_unflatten(changed_items, spec)
     return value
 
 
 def walks(value: Any) -> bool:
     """Whether :func:`replace` looks into `value`."""
-    if isinstance(value, (list, tuple, Mapping)) or type(value) in pytree.SUPPORTED_NODES:
+    if isinstance(value, (list, tuple, Mapping)) or type(value) in torch_pytree.SUPPORTED_NODES:
         return True
     return is_dataclass(value)
 

@@ -1,21 +1,67 @@
-"""Hyper-parameters: from parameter groups to the table, when they change."""
+"""Parameter groups: what is in them, and their hyper-parameters on the way to the table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ampfuse._schema import Algorithm
-from ampfuse.optim.checks import NUMBER, Rule, check, is_number, one_of
-from ampfuse.optim.parts import Part
+from ampfuse.optim.options import NUMBER, Rule, check, is_number, one_of
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable
+
+
+def check_optimizer(value: Any, call: str) -> None:
+    """Raise TypeError, which shows how to write `call`, unless `value` is or wraps an optimizer."""
+    if not hasattr(value, "param_groups"):
+        raise TypeError(
+            f"{call.partition('(')[0]} takes the optimizer, not {type(value).__name__}: "
+            f"write {call}."
+        )
+
+
+def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of `optimizer`, in the order of its groups."""
+    for _, param in with_groups(optimizer):
+        yield param
+
+
+def is_empty(optimizer: Any) -> bool:
+    """Whether there are groups, all without parameters, which may be added later."""
+    groups = optimizer.param_groups
+    return bool(groups) and not any(group["params"] for group in groups)
+
+
+def with_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """The parameters of `optimizer`, each after its group."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            yield group, param
+
+
+def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """`optimizer`, and the optimizers among its attributes, at any depth, each once."""
+    found = [optimizer]
+    for outer in found:
+        for value in vars(outer).values():
+            found.extend(one for one in _optimizers_in(value) if all(one is not f for f in found))
+    return found
+
+
+def _optimizers_in(value: Any) -> list[Optimizer]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in items if isinstance(item, Optimizer)]
+
 
 _FLAG = one_of(True, False, None)  # None is False to torch
 _PAIR = Rule(lambda pair: len(pair) == 2 and all(map(is_number, pair)), "two numbers")
@@ -23,7 +69,7 @@ _NORM = one_of(2, math.inf, 0)  # 0 is apex's name of inf
 
 
 def check_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
-    """Raise ValueError for what of a group, or of a constructor's arguments, is of a wrong type."""
+    """Raise ValueError for a wrong type in a group, or among a constructor's arguments."""
     for hyper in algorithm.hypers:
         if hyper.key is None or hyper.key not in group:
             continue
@@ -37,11 +83,11 @@ def check_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
 
 
 def kernel_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> dict[str, Any]:
-    """What kernels are told of a group that was checked; ``lr`` may be a tensor."""
+    """The values that kernels get from a checked group; ``lr`` may be a tensor."""
     return {hyper.name: hyper.of(group) for hyper in algorithm.hypers}
 
 
-# Of what is at least 0, torch's words for it, and what it is below.
+# Values that are at least 0: torch's name in messages, and the exclusive upper end.
 _RANGES = {
     "lr": ("learning rate", math.inf),
     "beta1": ("beta parameter at index 0", 1.0),
@@ -52,39 +98,51 @@ _RANGES = {
 
 
 def check_range(hyper: Mapping[str, Any]) -> None:
-    """Raise ValueError, in torch's words, for what no optimizer takes of `kernel_hyper`."""
+    """Raise ValueError, with torch's message, for a value of `kernel_hyper` out of its range."""
     for name, value in hyper.items():
         words, end = _RANGES.get(name, (name, None))
         if not (value == value if end is None else 0.0 <= value < end):
             raise ValueError(f"Invalid {words}: {value}")
 
 
+class Component:
+    """Base of the objects that work for one optimizer. They do not keep it alive."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, or None after it is gone."""
+        return self._optimizer()
+
+
 class _Sent(NamedTuple):
-    """What the table has of a group."""
+    """What was sent to the table for a group."""
 
     rows: tuple[int, int] = (0, 0)
-    size: int = 0  # of the group: how many keys it had
-    values: Sequence[Any] = ()  # as they stood in the group
+    size: int = 0  # the number of keys in the group
+    values: Sequence[Any] = ()  # of the group
     may_change: bool = True  # in place: some are lists, or tensors that the host reads
     lr: Tensor | None = None
     hyper: Mapping[str, Any] | None = None
 
 
-class Hypers(Part):
-    """What the table of an optimizer has of its groups."""
+class Hypers(Component):
+    """Sends hyper-parameters of an optimizer's groups to the table, when they change."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self._keys: dict[str, list[str]] = {}  # of groups, by the algorithm
+        self._keys: dict[str, list[str]] = {}  # that a step reads, by algorithm
         self._sent: list[_Sent] = []
         self._sent_with: list[Any] = []  # options of the optimizer
 
     def forget(self) -> None:
-        """The table has nothing."""
+        """Send everything again at the next step."""
         self._sent = []
 
     def send(self, table: ParamTable) -> None:
-        """Give the table what changed. Raises ValueError for what it cannot be."""
+        """Give the table what has changed. Raises ValueError for a wrong value."""
         optimizer = self.optimizer
         options = [
             optimizer.seed,
@@ -115,7 +173,7 @@ class Hypers(Part):
             self._sent[i : i + 1] = [_Sent(rows, len(group), values, may_change, lr, hyper)]
 
     def _keys_of(self, algorithm: Algorithm) -> list[str]:
-        """What a step reads of a group of `algorithm`."""
+        """The keys that a step reads from a group of `algorithm`."""
         if algorithm.name not in self._keys:
             wanted = [*(hyper.key for hyper in algorithm.hypers), algorithm.last_state_if]
             keys = dict.fromkeys([*wanted, "state_dtype"])
@@ -123,9 +181,9 @@ class Hypers(Part):
         return self._keys[algorithm.name]
 
     def of(self, group: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-        """The rate, if the kernel reads it from a tensor on the device, and all the rest.
+        """The learning rate, if the kernel reads it from a tensor on the device, and the others.
 
-        Raises ValueError for what is out of range.
+        Raises ValueError for a value out of its range.
         """
         optimizer = self.optimizer
         hyper = kernel_hyper(optimizer.algorithm_in(group), group)

@@ -1,4 +1,4 @@
-"""A private name (`_x`) is used in its own package only. Lint says which floor may import which."""
+"""A private name (`_x`) is used in its own package only. Lint says which layer may import which."""
 
 import ast
 from pathlib import Path
@@ -35,12 +35,12 @@ def used_names(path):
 
 
 def test_private_names_stay_at_home():
-    seen, foreign = 0, []
+    seen, outside = 0, []
     for path in sorted(ROOT.rglob("*.py")):
         for module, name in used_names(path):
             seen += 1
             private = name.startswith("_") and not name.endswith("__")
             if private and home(module) not in path.parents:
-                foreign.append(f"{path.relative_to(ROOT)}: {module}.{name}")
+                outside.append(f"{path.relative_to(ROOT)}: {module}.{name}")
     assert seen > 1000
-    assert foreign == []
+    assert outside == []

@@ -8,7 +8,7 @@ import torch
 from amp_training import Training, follows_plain_torch, resume
 from ampfuse import amp, optim
 from cases import LEVELS, assert_same_bits, through_a_file
-from foreign_optimizers import WRAPPERS, Counting, KeptInFloat32, Odd, ZeroesItself
+from third_party_optimizers import WRAPPERS, Counting, KeptInFloat32, Odd, ZeroesItself
 
 
 def of_torch():

@@ -1,0 +1,253 @@
+"""Masters, and gradients between backward and step: scaled, unscaled, delayed.
+
+The gradients themselves are in the extension's ``GradientLedger``; csrc/torch/gradient_ledger.h
+lists the states of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ampfuse import _core
+from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.dynamo_disable import dynamo_disable
+from ampfuse.optim.masters import MasterParameter, leaf_of
+from ampfuse.optim.options import WithOptions
+from ampfuse.optim.param_groups import parameters
+from ampfuse.optim.rows import Rows
+from ampfuse.optim.sharding import local, placed_as
+
+if TYPE_CHECKING:
+    from ampfuse._C import ParamTable
+
+
+class WithGradients(WithOptions, Optimizer):
+    """An optimizer that takes in backward passes whose gradients carry a loss scale.
+
+    Attributes:
+        in_backward: an ``amp.scale_loss`` block of this optimizer is open.
+    """
+
+    in_backward = False
+
+    _under_amp: bool = False
+    # ampfuse.GradScaler runs the step; torch's does not see masters.
+    _scaler_is_ours = False
+    # A swap_ema block is open.
+    _swapped = False
+
+    _rows = cached_property(Rows)
+
+    # --- the table and masters ------------------------------------------------------------------
+
+    def param_table(self) -> ParamTable:
+        """The table, with a row for each parameter of ``param_groups``."""
+        return self._rows.current()
+
+    def rows_of(self, params: Container[int]) -> list[int]:
+        """The rows of a model's parameters, given by their ids."""
+        self._rows.current()
+        return [row for row, param in enumerate(self._rows.params) if id(leaf_of(param)) in params]
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether some parameter is a DTensor."""
+        return self._rows.has_shards
+
+    def _rows_are_added(self) -> None:
+        """Some rows of the table have neither states nor hyper-parameters yet."""
+
+    def go_under_amp(
+        self, *, master_weights: bool | Literal["split"], names: dict[int, str]
+    ) -> None:
+        """What :func:`ampfuse.optim.upgrade` does once the class is right."""
+        self._rows.forget()
+        self._under_amp, self.skip_by_default = True, False
+        self.master_weights = master_weights
+        self._rows.go_under_amp(names)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; under amp half-precision parameters of the group get FP32 masters."""
+        super().add_param_group(param_group)
+        self._rows.make_masters(anew=True)
+
+    def restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
+        """Make `master` the master of `param`; see :meth:`Rows.restore_master`."""
+        self._rows.restore_master(param, state, master)
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Copy every edit of the model's half weights to the masters, also those through ``.data``.
+
+        The next step follows edits that autograd can see (``load_state_dict``, ``clamp_`` under
+        ``no_grad``, assigning ``.data``) without this call. An in-place change of ``p.data`` leaves
+        no trace, and needs this call before the step. Other elements keep their bits.
+        """
+        self.param_table().masters.refresh(all=True)
+
+    @torch.no_grad()
+    def sync_masters_from_model(self) -> None:
+        """Copy edits of the model to the masters, before these are saved or copied.
+
+        Raises RuntimeError in a swap_ema block, where the model has its averages.
+        """
+        self._check_not_swapped("reading or saving masters")
+        if self._rows.are_used():
+            self.param_table().masters.refresh()
+
+    def _check_not_swapped(self, what: str) -> None:
+        if self._swapped:
+            raise RuntimeError(
+                f"{what} inside a swap_ema block, where the model has its averages; do that after "
+                "the block"
+            )
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    @dynamo_disable
+    def begin_backward(self) -> None:
+        """Put earlier gradients away, so that a backward pass brings only new ones."""
+        self._rows.current().gradients.begin_backward()
+
+    @dynamo_disable
+    def end_backward(self, scale: Tensor, check: bool, delay: bool = False) -> bool:
+        """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale.
+
+        Arguments:
+            check: look for inf and NaN.
+            delay: leave the result of the inspection to the next pass.
+
+        Returns:
+            Whether it left a gradient, or the delayed pass before it did.
+        """
+        gradients = self._rows.known().gradients
+        left = gradients.end_backward(scale, check, delay)
+        if self._under_amp and self._rows.has_shards:
+            # A DTensor cannot unscale its gradient when it is read.
+            gradients.materialize()
+        return left
+
+    @dynamo_disable
+    def check_gradients(self) -> None:
+        """Raise RuntimeError or TypeError for a gradient that no step takes."""
+        self._rows.known().gradients.check()
+
+    def cancel_backward(self) -> None:
+        """The pass failed: drop its gradients and restore those before it."""
+        if self._rows.table is not None:  # else the pass failed because there could be none
+            self._rows.table.gradients.cancel_backward()
+
+    @property
+    def has_scaled_gradients(self) -> bool:
+        """Whether the last pass left its inspection to the next one."""
+        table = self._rows.table
+        return table is not None and table.gradients.is_delayed
+
+    # Dynamo traces neither of these two.
+
+    def look_at_gradient(self, param: Tensor) -> None:
+        """``param.grad`` is read: of a master or of its weight it is FP32 and unscaled."""
+        if self._rows.table is not None:
+            self._rows.table.gradients.look(param)
+
+    def assign_gradient(self, param: Tensor, value: Tensor | None) -> None:
+        """``param.grad`` is set: `value` is the gradient of the step, for master and weight."""
+        if self._rows.table is not None or value is not None:
+            (self._rows.table or self._rows.current()).gradients.assign(param, value)
+
+    def unscale_gradients(self, scale: Tensor) -> Tensor:
+        """Divide all gradients by `scale` (float32, 0-dim) now, exactly.
+
+        FP32 gradients are divided in place. Half gradients of a parameter outside amp become FP32
+        ones, because rounding them back to half would flush small values to zero.
+
+        Returns:
+            The flag, float32 and 0-dim: 1 if a gradient was not finite.
+        """
+        rows = self._rows
+        table = rows.current()
+        found_inf = table.inspector.state_field("found_inf")
+        if self._under_amp and table.masters.exist():  # half gradients are unscaled when read
+            table.gradients.end_backward(scale, True)
+        else:
+            table.plan.collect(None, False)  # raises, by name, for what no step takes
+            _unscale(rows.params, scale.double().reciprocal().float(), found_inf)
+            if rows.ranks is not None:
+                rows.ranks.share(found_inf)
+        return found_inf
+
+    @property
+    def found_inf_flag(self) -> Tensor:
+        """float32, 0-dim, on the device: 1 if a gradient since the last step was not finite."""
+        return self.param_table().inspector.state_field("found_inf")
+
+    @property
+    def pass_found_inf_flag(self) -> Tensor:
+        """float32, 0-dim, on the device: 1 if a gradient of the last backward pass was not finite.
+
+        Passes with ``delay_unscale`` before it count as part of it: they were not inspected then.
+        """
+        return self.param_table().inspector.state_field("pass_found_inf")
+
+    @dynamo_disable
+    @torch.no_grad()
+    def inspect_gradients(self) -> Tensor:
+        """Look at the gradients now, as the step would, which then need not look again.
+
+        Returns:
+            `found_inf_flag`. In a backward pass, what was known before it.
+        """
+        table = self._rows.current()
+        if not self.in_backward:
+            table.plan.collect(None, False)
+            table.plan.measure()
+        return self.found_inf_flag
+
+    @dynamo_disable
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; also drops what amp holds of earlier passes."""
+        if self._rows.are_used():
+            self.param_table().gradients.zero_grad(set_to_none)
+        else:
+            super().zero_grad(set_to_none)
+
+    def _check_before_step(self) -> None:
+        """Raise RuntimeError inside a scale_loss context, and where torch's GradScaler steps."""
+        if self.in_backward:
+            raise RuntimeError(
+                "step() was called inside the scale_loss context, where gradients are still "
+                "scaled. Call optimizer.step() after the with block."
+            )
+        is_torchs = "found_inf" in self.__dict__ and not self._scaler_is_ours
+        if is_torchs and any(isinstance(param, MasterParameter) for param in parameters(self)):
+            raise RuntimeError(
+                "torch.amp.GradScaler does not see the half-precision gradients of an optimizer "
+                "that went through amp.initialize. Write `with amp.scale_loss(loss, optimizer) as "
+                "scaled_loss: scaled_loss.backward()` and optimizer.step(), without a scaler."
+            )
+
+
+@torch.no_grad()
+def _unscale(params: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Unscale outside amp; `found_inf` becomes 1 if a gradient is not finite."""
+    held = [(param, local(param.grad)) for param in params if param.grad is not None]
+    old, new = [], []
+    for _, gradient in held:
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(gradient)
+        old.append(gradient if is_dense else gradient.clone())  # which has no gaps in memory
+        is_half = gradient.dtype in HALF_DTYPES
+        new.append(torch.empty_like(old[-1], dtype=torch.float32) if is_half else old[-1])
+    if old:
+        _core.C.unscale(old, new, inv_scale, found_inf)
+    for (param, gradient), unscaled in zip(held, new, strict=True):
+        if unscaled is gradient:
+            continue
+        if param.dtype in HALF_DTYPES:
+            param.grad_dtype = None  # any type; the next backward gives a half gradient again
+        param.grad = placed_as(param, unscaled)

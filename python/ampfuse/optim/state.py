@@ -1,0 +1,403 @@
+"""The state of fused optimizers: how it is stored, and what the table has of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ampfuse import _core
+from ampfuse._schema import ALGORITHMS, STORAGES, Storage
+from ampfuse.optim.masters import MASTERS, exact_float32, has_begun
+from ampfuse.optim.options import RULES, changed_too_late, check
+from ampfuse.optim.param_groups import Component, parameters
+from ampfuse.optim.sharding import local, on_shards
+
+if TYPE_CHECKING:
+    from ampfuse._C import ParamTable
+
+FP32 = STORAGES["fp32"]
+_CODED = [storage for storage in STORAGES.values() if storage.block]
+
+
+def storage_for(wanted: str, param: Tensor) -> Storage:
+    """The storage type of a state of `param` where the type `wanted` was asked for."""
+    storage = STORAGES[wanted]
+    return FP32 if param.numel() < storage.min_elements else storage
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A state of an algorithm, by its place in the kernel's order, in any storage type.
+
+    It is one tensor under its name. Quantized it is two: uint8 of the parameter's shape under the
+    name and the type's suffix (``<name>_codes``), so that code that looks for the name does not
+    take quantized values for the state, and ``<name>_scale``.
+    """
+
+    algorithm: str
+    place: int
+    name: str
+
+    @classmethod
+    def of(cls, algorithm: str, names: tuple[str, ...]) -> tuple[Stored, ...]:
+        """The states of `algorithm` with these names."""
+        states = ALGORITHMS[algorithm].states
+        return tuple(cls(algorithm, states.index(name), name) for name in names)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys that it may have, those of the parameter's shape first."""
+        keys = [of.keys(self.name) for of in STORAGES.values()]
+        return tuple(dict.fromkeys([*(first for first, *_ in keys), *itertools.chain(*keys)]))
+
+    def shapes(self, param: Tensor, storage: Storage) -> dict[str, tuple[int, ...]]:
+        """The shapes of its tensors for `param`, by key."""
+        first, *scale = storage.keys(self.name)
+        blocks = (storage.scales(local(param).numel()),)
+        return {first: tuple(param.shape), **dict.fromkeys(scale, blocks)}
+
+    def storage_in(self, state: dict[str, Any], likely: Storage = FP32) -> Storage | None:
+        """Its storage type in `state`; None if missing. Scales alone may be of any: `likely`."""
+        found = {of: state.keys() & {*of.keys(self.name)} for of in _CODED}
+        if any(found.values()):
+            return max(_CODED, key=lambda of: (len(found[of]), of is likely))
+        value = state.get(self.name)
+        if value is None:
+            return None
+        return next(
+            (of for of in STORAGES.values() if getattr(value, "dtype", None) is dtype_of(of)), FP32
+        )
+
+    def values(self, state: dict[str, Any]) -> Tensor:
+        """Its values, as float32."""
+        storage = self.storage_in(state)
+        assert storage is not None
+        lists = [state[key] for key in storage.keys(self.name)]
+        if not storage.block:
+            return lists[0].to(torch.float32)
+        values = _core.C.empty_laid_out_as(lists[0])
+        _core.C.decode_state(self.algorithm, self.place, storage.name, lists, values)
+        return values
+
+    def fit(self, state: dict[str, Any], param: Tensor, storage: Storage, fill: float) -> None:
+        """Convert it in `state` to `storage` and the layout of `param`; a new one is `fill`."""
+        there = self.storage_in(state)
+        if there is None and fill == 0:
+            for tensor in self._make(state, param, storage):
+                tensor.zero_()
+            return
+        if there == storage:
+            held = state[storage.keys(self.name)[0]]
+            if held.stride() == param.stride() and held.dtype == dtype_of(storage):
+                return
+        values = _core.C.empty_laid_out_as(param).fill_(fill)
+        if there is not None:
+            values.copy_(self.values(state))
+        self.put(state, values, storage)
+
+    def put(self, state: dict[str, Any], values: Tensor, storage: Storage) -> None:
+        """Store `values` (float32, in the parameter's layout) in `state`, rounded to nearest."""
+        lists = self._make(state, values, storage)
+        if storage.block:
+            _core.C.encode_state(self.algorithm, self.place, values, storage.name, lists)
+        else:
+            lists[0].copy_(values)
+
+    def _make(self, state: dict[str, Any], like: Tensor, storage: Storage) -> list[Tensor]:
+        """Replace its tensors in `state` by new ones, which have no values yet."""
+        for key in self.keys:
+            state.pop(key, None)
+        first, *scale = storage.keys(self.name)
+        made = {first: _core.C.empty_laid_out_as(like, dtype_of(storage))}
+        for key in scale:
+            blocks = storage.scales(like.numel())
+            made[key] = torch.empty(blocks, dtype=torch.float32, device=like.device)
+        state.update(made)
+        return list(made.values())
+
+
+def dtype_of(storage: Storage) -> torch.dtype:
+    """The type of the tensor with a state's elements."""
+    return {32: torch.float32, 16: torch.bfloat16, 8: torch.uint8}[storage.bits]
+
+
+# The storage type of a group's states, and their names.
+_Kept = tuple[str, tuple[str, ...]]
+
+
+class StateOfParameters(defaultdict[Tensor, Any]):
+    """``optimizer.state`` of a fused optimizer: ``bool(state)`` makes all states and is True.
+
+    torch.distributed.checkpoint asks for it before it reads an optimizer, or loads into the states
+    that it finds. Without any it would make a step with gradients of zero.
+    """
+
+    states: States | None = None
+
+    def __bool__(self) -> bool:
+        return (self.states is not None and self.states.make_all()) or len(self) > 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+class States(Component):
+    """Binds the tensors of ``optimizer.state`` to the table of an optimizer.
+
+    Attributes:
+        are_bound: the table has the tensors that were in ``state`` at the last look.
+        are_shown: all states were asked for, with their step counts.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.algorithm = optimizer.algorithm
+        self.are_bound = self.are_shown = False
+        # At the last look: what each group keeps, and whether there were averages.
+        self._by_group: list[_Kept] = []
+        self._has_averages = False
+        # For an algorithm whose states start at a gradient: the states in the table, with their
+        # step counts.
+        self._started: list[tuple[dict[str, Any], Tensor]] = []
+        # For each row the tensors, by their keys in the state, that a captured graph works on.
+        self._pinned: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def _table(self) -> ParamTable:
+        return self.optimizer._rows.known()
+
+    def of_group(self, group: dict[str, Any]) -> tuple[Stored, ...]:
+        """The states that a parameter of `group` has."""
+        algorithm = self.optimizer.algorithm_in(group)
+        return Stored.of(algorithm.name, algorithm.states_in(group))
+
+    def storage_of(self, group: dict[str, Any]) -> str:
+        """The name of the storage type that `group` asks for. Raises ValueError for a wrong one."""
+        optimizer = self.optimizer
+        name: str = group.get("state_dtype") or optimizer.state_dtype
+        check("state_dtype", name, RULES["state_dtype"])
+        algorithm = optimizer.algorithm_in(group)
+        if name not in algorithm.storages:
+            storages = " or ".join(map(repr, algorithm.storages))
+            raise ValueError(
+                f"{type(optimizer).__name__} does not support state_dtype={name!r}, states in "
+                f"{STORAGES[name].bits} bits; use {storages}"
+            )
+        return name
+
+    def wanted(self) -> list[_Kept]:
+        """What the groups ask for: storage types, and names of states."""
+        return list(map(self._wanted, self.optimizer.param_groups))
+
+    def _wanted(self, group: dict[str, Any]) -> _Kept:
+        return self.storage_of(group), self.optimizer.algorithm_in(group).states_in(group)
+
+    def follow_group(self, i: int, group: dict[str, Any]) -> None:
+        """Note whether a group that was changed asks for other states now.
+
+        Raises ValueError if it has states that are stored in another type.
+        """
+        if self._has_averages != (self.optimizer.ema_decay is not None):
+            self.are_bound = False
+        wanted = self._wanted(group)
+        if i >= len(self._by_group) or wanted == self._by_group[i]:
+            return
+        was, now = self._by_group[i][0], wanted[0]
+        if was != now and any(self.optimizer.state.get(p) for p in group["params"]):
+            raise ValueError(changed_too_late(f"state_dtype of group {i}", was, now))
+        self.are_bound = False
+
+    def forget(self) -> None:
+        """There are new rows, so nothing is bound, and captured graphs are of others."""
+        self._pinned, self.are_bound = {}, False
+
+    # --- binding --------------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Give the table ``state`` after a load, a copy, an edit or new rows."""
+        self.discard_uninitialized()
+        self._started = []
+        optimizer, params = self.optimizer, self.optimizer._rows.params
+        self._by_group = self.wanted()
+        self._has_averages = optimizer.ema_decay is not None
+        for name, column in self._columns().items():
+            saved = []
+            for row, param in enumerate(params):
+                number = self._saved_number(optimizer.state.get(param, {}), row, name)
+                number = torch.as_tensor(number, dtype=torch.float32, device=column.device)
+                saved.append(number.reshape(()))
+            column.copy_(torch.stack(saved))
+        for row, param in enumerate(params):
+            if has_begun(optimizer.state.get(param, {})) or row in self._pinned:
+                self.init_row(row)
+            else:
+                self._table.set_states(row, None)  # made at the row's next gradient
+        self.remember()
+
+    def remember(self) -> None:
+        """The table has everything that is in ``state`` now."""
+        self._table.remember(states=self.optimizer.state)
+        self.are_bound = True
+
+    @torch.no_grad()
+    def make_all(self) -> bool:
+        """Make the states that the first gradients would make, with step counts of 0.
+
+        Returns whether there are any: parameters, whose step is the fused one.
+        """
+        optimizer = self.optimizer
+        is_ours = optimizer is not None and not optimizer._has_own_step
+        if not is_ours or next(parameters(optimizer), None) is None:
+            return False
+        optimizer._check_not_swapped("reading all states")
+        if not self.are_shown:
+            self.discard_uninitialized()
+            self.are_bound, self.are_shown = False, True
+        optimizer.ensure_bound()
+        for row, param in enumerate(optimizer._rows.params):
+            if param.requires_grad and not has_begun(optimizer.state.get(param, {})):
+                self.init_row(row)
+        self.remember()
+        optimizer._is_asked_by_torch = True
+        return True
+
+    def init_row(self, row: int) -> None:
+        """Bind the state of a row, with zeros where it has none. Counts are views of a column."""
+        param = self.optimizer._rows.params[row]
+        with on_shards(self.optimizer.state[param], param) as state:
+            self._bind_row(row, state)
+        self._bind_numbers(self.optimizer.state[param], row)
+
+    def _bind_row(self, row: int, state: dict[str, Any]) -> None:
+        table, rows = self._table, self.optimizer._rows
+        param, group = table.param(row), rows.group_of(row)
+        storage = storage_for(self.storage_of(group), rows.params[row])
+        states = []
+        for stored in self.of_group(group):
+            found = [value for key in stored.keys if (value := state.get(key)) is not None]
+            if found and found[0].shape != param.shape:
+                raise ValueError(
+                    f"{stored.name} of {table.name(row)} must have the parameter's shape "
+                    f"{tuple(param.shape)}, got {tuple(found[0].shape)}. Delete the state to start "
+                    "anew."
+                )
+            stored.fit(state, param, storage, self._fresh_value)
+            keys = storage.keys(stored.name)
+            self._use_pinned(row, state, keys)
+            states.append([state[key] for key in keys])
+        table.set_states(row, states, storage.name, self._average(row, state))
+
+    @property
+    def _fresh_value(self) -> float:
+        """The value of a fresh state."""
+        name = self.algorithm.filled_with
+        return 0.0 if name is None else float(self.optimizer.defaults[name])
+
+    def _average(self, row: int, state: dict[str, Any]) -> Tensor | None:
+        """The moving average of a row, which starts at the parameter's present value."""
+        if self.optimizer.ema_decay is None:  # a loaded one would be saved again, outdated
+            state.pop("ema", None)
+            return None
+        if state.get("ema") is None:
+            state["ema"] = exact_float32(self.optimizer._rows.master_of(row))
+        self._use_pinned(row, state, ("ema",))
+        return state["ema"]
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def averages_in_model(self, table: ParamTable) -> Iterator[None]:
+        """In the block the model's weights are their moving averages; masters do not follow."""
+        table.masters.refresh()  # afterwards every edit counts as known
+        weights = []
+        for row, param in enumerate(self.optimizer._rows.params):
+            if (average := self.optimizer.state.get(param, {}).get("ema")) is not None:
+                model = table.model(row)
+                weight = table.param(row) if model is None else model
+                weights.append((weight, weight.detach().clone()))
+                weight.copy_(local(average))
+        try:
+            yield
+        finally:
+            for weight, before in weights:
+                weight.copy_(before)
+            table.masters.accept_model_weights()
+
+    # --- numbers --------------------------------------------------------------------------------
+
+    def _columns(self) -> dict[str, Tensor]:
+        """States that are one number per parameter, by name: float32 columns of the table."""
+        columns = (self._table.steps, self._table.norm_averages)
+        return {name: of() for name, of in zip(self.algorithm.numbers, columns, strict=False)}
+
+    # torch's SGD keeps no step count: a buffer that exists has been started. Here one may exist
+    # though its first step was skipped, so the table counts. The count is in the state if random
+    # bits depend on it, or if all states were asked for.
+
+    def _bind_numbers(self, state: dict[str, Any], row: int) -> None:
+        columns = self._columns()
+        if self.algorithm.starts_at_gradient:
+            if self._start.storage_in(state) is not None:
+                self._started.append((state, columns["step"][row]))
+            storage = STORAGES[self.storage_of(self.optimizer._rows.group_of(row))]
+            is_random = self.optimizer.rounding == "stochastic" or storage.rounds_at_random
+            if not (is_random or self.are_shown):
+                state.pop("step", None)
+                return
+        for name, column in columns.items():
+            state[name] = column[row]
+
+    def _saved_number(self, state: dict[str, Any], row: int, name: str) -> Any:
+        """The number in a state that was loaded or copied, or that of a fresh one."""
+        if not self.algorithm.starts_at_gradient:
+            return state.get(name, self.optimizer._first_step if name == "step" else 0)
+        has_start = self._start.storage_in(state) is not None
+        starts = self.algorithm.states_in(self.optimizer._rows.group_of(row)) and not has_start
+        return 0 if starts else state.get("step", int(has_start))
+
+    @property
+    def _start(self) -> Stored:
+        """The state whose first value is the first gradient."""
+        (stored,) = Stored.of(self.algorithm.name, self.algorithm.states[-1:])
+        return stored
+
+    def discard_uninitialized(self) -> None:
+        """Write None for states whose first step was skipped, as torch has them."""
+        if not self._started or self.are_shown:
+            return
+        start, counts = self._start, torch.stack([count for _, count in self._started]).tolist()
+        for (state, _), count in zip(self._started, counts, strict=True):
+            if count == 0 and start.storage_in(state) is not None:
+                for key in start.keys:
+                    state.pop(key, None)
+                state[start.name] = None
+                self.are_bound = False
+
+    # --- states that keep their memory ----------------------------------------------------------
+
+    def pin(self) -> None:
+        """From now on states keep their memory, since a captured graph holds its addresses.
+
+        Loaded or assigned tensors are copied into it.
+        """
+        for row, param in enumerate(self.optimizer._rows.params):
+            state = self.optimizer.state.get(param, {})
+            self._pinned[row] = {
+                key: local(state[key])
+                for key in state.keys() - {*MASTERS, *self.algorithm.numbers}
+                if isinstance(state[key], Tensor)
+            }
+
+    def _use_pinned(self, row: int, state: dict[str, Any], keys: Iterable[str]) -> None:
+        """Put the tensors of a captured graph back, with the values that the state has now."""
+        for key in self._pinned.get(row, {}).keys() & keys:
+            pinned = self._pinned[row][key]
+            if pinned is not state[key]:
+                pinned.copy_(state[key])
+                state[key] = pinned
