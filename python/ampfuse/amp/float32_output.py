@@ -67,7 +67,9 @@ class _Memory:
     def is_functional(self) -> bool:
         """Whether it belongs to a graph that AOTAutograd traces."""
         data = self.half if self.float32 is None else self.float32
-        return isinstance(self.source.rows if data is None else data, FunctionalTensor)
+        if data is None and self.source is not None:
+            data = (self.source[0] if isinstance(self.source, tuple) else self.source).rows
+        return isinstance(data, FunctionalTensor)
 
     def widen(self) -> Tensor:
         """The FP32 data, which takes the place of the half data."""
@@ -170,7 +172,8 @@ class Float32Output(Tensor):
         return _in_float32(func, writes or torch.is_grad_enabled(), args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Of a result of a graph with a history, FP32 data: what its gradient will be is unknown."""
+        """Of a graph's result with a history, FP32 data: of what type its gradient will be is not
+        known when the graph is made."""
         if self.requires_grad and not self._memory.is_input and self._memory.is_functional():
             with FunctionalTensorMode():
                 self._memory.widen()
@@ -180,8 +183,10 @@ class Float32Output(Tensor):
     @property
     def data_in_memory(self) -> Tensor:
         """The half data, or the FP32 data that took its place."""
-        half = self.half_data()
-        return self.float32_data(keep=True) if half is None else half
+        is_traced = self._memory.is_functional()
+        with FunctionalTensorMode() if is_traced else contextlib.nullcontext():
+            half = self.half_data()
+            return self.float32_data(keep=True) if half is None else half
 
     @classmethod
     def __tensor_unflatten__(cls, data: Any, is_half: Any, size: Any, stride: Any) -> Any:
