@@ -153,7 +153,8 @@ class Float32Output(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.cross_entropy and torch.autograd.forward_ad._current_level < 0:
                 return cross_entropy(*args, **kwargs)
-            if func in _VIEWS and _is_traced(args[0]):  # a graph returns no views of its inputs
+            # A graph returns no views of its inputs.
+            if func in _VIEWS and _is_traced(args[0]) and args[0]._memory.is_input:
                 args = (torch.ops.ampfuse.float32(args[0]), *args[1:])
             return func(*args, **kwargs)
 
@@ -388,6 +389,22 @@ def _clone(func: Any, tensor: Float32Output, *, memory_format: Any = None) -> An
     return Float32Output.of(half.detach())  # nobody writes into half data
 
 
+def _new_zeros(func: Any, like: Float32Output, size: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """Where a gradient of picked values goes."""
+    half = _half_data(like)
+    if half is None or dtype not in (None, torch.float32) or torch.is_grad_enabled():
+        return NotImplemented
+    zeros = half.new_zeros(size)
+    return Float32Output._over(_Memory(zeros, source=_ZEROS), zeros, 0)
+
+
+def _index_put(func: Any, zeros: Any, *args: Any) -> Any:
+    """The gradient of ``y[indices]``; of what was picked twice it is added up in half precision."""
+    if getattr(zeros, "_memory", _NOTHING).source is not _ZEROS:
+        return NotImplemented
+    return _exactly(func, zeros, *args)
+
+
 def _to_copy(func: Any, tensor: Float32Output, *, dtype: Any = None, **kwargs: Any) -> Any:
     half = _half_data(tensor)
     if half is None:
@@ -483,7 +500,7 @@ def _log_softmax_backward(func: Any, gradient: Any, output: Any, dim: int, dtype
     )
 
 
-_NOTHING = _Memory(None)
+_NOTHING, _ZEROS = _Memory(None), object()
 
 
 @functools.cache
@@ -491,6 +508,8 @@ def _rules() -> dict[Any, Callable[..., Any]]:
     """Made at the first use: torch makes operators when they are named."""
     return {
         aten.clone.default: _clone,
+        aten.index_put.default: _index_put,
+        aten.new_zeros.default: _new_zeros,
         aten._to_copy.default: _to_copy,
         aten._log_softmax.default: _log_softmax,
         aten._log_softmax_backward_data.default: _log_softmax_backward,
