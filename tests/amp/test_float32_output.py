@@ -631,6 +631,53 @@ def test_in_a_compiled_function_it_is_the_float32_tensor(name, detached):
         same_gradients(model, reference)
 
 
+def whole_and_loss(y):
+    return y, y.view(-1), ce(y)
+
+
+def later_written(y):
+    loss = ce(y)
+    y[0] = 0
+    return loss + y.sum()
+
+
+def view_written(y):
+    y.view(-1)[0] = 3
+    y[:, 1].mul_(2)
+    return ce(y) + y.mean()
+
+
+def log_softmax_and_loss(y):
+    z = y.log_softmax(1)
+    return z, F.nll_loss(z, TARGET)
+
+
+OF_OUTPUTS = {
+    "whole": whole_and_loss,
+    "views": lambda y: (y[:2], *y.unbind(), ce(y)),
+    "detached": lambda y: (y.detach(), y.detach()[:2], ce(y)),
+    "values": lambda y: (y.argmax(1), y.topk(3)[0], y.double(), ce(y)),
+    "written": later_written,
+    "view written": view_written,
+    "log_softmax": log_softmax_and_loss,
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+@pytest.mark.parametrize("name", OF_OUTPUTS)
+def test_in_one_graph_with_its_model_it_is_the_float32_tensor(name, level):
+    torch._dynamo.reset()
+    (model, _), (reference, _) = initialized(level), initialized(level)
+    step = torch.compile(lambda x: OF_OUTPUTS[name](model(x)), backend="aot_eager", fullgraph=True)
+    found, right = (pytree.tree_leaves(r) for r in (step(X), OF_OUTPUTS[name](reference(X))))
+    for mine, theirs in zip(found, right, strict=True):
+        assert (mine.dtype, mine.requires_grad) == (theirs.dtype, theirs.requires_grad)
+        torch.testing.assert_close(mine.detach() + 0, theirs.detach() + 0, rtol=1e-3, atol=1e-3)
+    for results in (found, right):
+        sum(r.square().sum() for r in results if r.requires_grad).backward()
+    same_gradients(model, reference)
+
+
 def test_hooks_of_a_compiled_model_see_float32():
     model, _ = initialized()
     seen = []

@@ -1,4 +1,5 @@
-// float32 of a tensor that holds half data, where a graph is traced: a cast there, and back.
+// The cast of a model's half output, or of a tensor that holds half data where a graph is traced:
+// what holds that half data and is not a view.
 #include "half_data.h"
 
 #include <ATen/ops/_to_copy.h>
@@ -31,13 +32,31 @@ struct Float32Function : torch::autograd::Function<Float32Function> {
     const Tensor data = half.value_or(input);
     context->saved_data["half"] = half.has_value();
     context->saved_data["type"] = int64_t(data.scalar_type());
-    return at::_to_copy(data, at::kFloat);
+    if (data.scalar_type() == at::kFloat || data.key_set().has_any(kFunctorch) ||
+        (!half && is_of_a_leaf(input)))
+      return at::_to_copy(data, at::kFloat);
+    const bool is_dense = data.unsafeGetTensorImpl()->is_non_overlapping_and_dense_or_false();
+    return half_data().widened(is_dense ? data.detach() : data.clone());
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    if (!context->saved_data["half"].toBool() || at::GradMode::is_enabled()) return gradients;
+    const bool creates_graph = at::GradMode::is_enabled();
+    const bool is_half = context->saved_data["half"].toBool();
+    if (is_half && creates_graph) return gradients;
     const auto type = at::ScalarType(context->saved_data["type"].toInt());
-    return {half_data().widened(gradients[0].to(type))};
+    OptionalTensor half;
+    if (!creates_graph) half = half_data_of(gradients[0]);
+    if (!half || half->scalar_type() != type) half = gradients[0].to(type);
+    return {is_half ? half_data().widened(*half) : *half};
+  }
+
+ private:
+  static constexpr c10::DispatchKeySet kFunctorch{c10::DispatchKey::FuncTorchBatched,
+                                                  c10::DispatchKey::FuncTorchGradWrapper};
+
+  // A parameter, or a view of one: a step will change it.
+  static bool is_of_a_leaf(const Tensor& input) {
+    return input.is_leaf() || (input.is_view() && input._base().is_leaf());
   }
 };
 

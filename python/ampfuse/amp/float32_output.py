@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame as dynamo
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -64,6 +64,13 @@ class _Memory:
                 "cast_model_outputs=torch.float32 to amp.initialize."
             )
         return self.half
+
+    def is_functional(self) -> bool:
+        """Whether it belongs to a graph that AOTAutograd traces."""
+        data = self.half if self.float32 is None else self.float32
+        if data is None and self.source is not None:
+            data = (self.source[0] if isinstance(self.source, tuple) else self.source).rows
+        return isinstance(data, FunctionalTensor)
 
     def widen(self) -> Tensor:
         """The FP32 data, which takes the place of the half data."""
@@ -147,7 +154,8 @@ class Float32Output(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.cross_entropy and torch.autograd.forward_ad._current_level < 0:
                 return cross_entropy(*args, **kwargs)
-            if func in _VIEWS and _is_traced(args[0]):  # a graph returns no views of its inputs
+            # A graph returns no views of its inputs.
+            if func in _VIEWS and _is_traced(args[0]) and args[0]._memory.is_input:
                 args = (torch.ops.ampfuse.float32(args[0]), *args[1:])
             return func(*args, **kwargs)
 
@@ -166,16 +174,26 @@ class Float32Output(Tensor):
         return _in_float32(func, writes or torch.is_grad_enabled(), args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Of a graph's result with a history, FP32 data: of what type its gradient will be is not
+        known when the graph is made."""
+        if self.requires_grad and not self._memory.is_input and self._memory.is_functional():
+            with FunctionalTensorMode():
+                self._memory.widen()
+            return ["data_in_memory"], None
         return ["data_in_memory"], self._memory.half is not None
 
     @property
     def data_in_memory(self) -> Tensor:
         """The half data, or the FP32 data that took its place."""
-        half = self.half_data()
-        return self.float32_data(keep=True) if half is None else half
+        is_traced = self._memory.is_functional()
+        with FunctionalTensorMode() if is_traced else contextlib.nullcontext():
+            half = self.half_data()
+            return self.float32_data(keep=True) if half is None else half
 
     @classmethod
-    def __tensor_unflatten__(cls, data: Any, is_half: bool, size: Any, stride: Any) -> Any:
+    def __tensor_unflatten__(cls, data: Any, is_half: Any, size: Any, stride: Any) -> Any:
+        if is_half is None:
+            return data["data_in_memory"]
         memory = _Memory(data["data_in_memory"])
         if not is_half:
             memory.half, memory.float32 = None, data["data_in_memory"]
@@ -225,23 +243,6 @@ class _InMemory(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-class _Widen(torch.autograd.Function):
-    """The cast of half data to float32."""
-
-    @staticmethod
-    def forward(ctx: Any, half: Tensor) -> Tensor:
-        ctx.dtype = half.dtype
-        return Float32Output.of(half.detach())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        if isinstance(gradient, Float32Output) and not torch.is_grad_enabled():
-            half = gradient.half_data()
-            if half is not None and half.dtype == ctx.dtype:
-                return half
-        return gradient.to(ctx.dtype)
 
 
 def _is_traced(item: Any) -> bool:
@@ -362,16 +363,10 @@ def _in_float32(func: Any, keep: bool, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map(given, out) if func._schema.is_mutable else out
 
 
-def _ready_half(tensor: Tensor) -> Tensor | None:
-    """Half data with memory: results of a graph that is traced are plain FP32."""
-    half = tensor.half_data() if isinstance(tensor, Float32Output) else None
-    return half if type(half) is Tensor else None
-
-
 def _exactly(func: Any, *args: Any, **kwargs: Any) -> Any:
     """What picks, compares or moves values gives the same of half data, and does not round."""
     floats = [t for t in trees.tensors(args) if t.is_floating_point()]
-    dtypes = {None if (data := _ready_half(t)) is None else data.dtype for t in floats}
+    dtypes = {None if (data := _half_data(t)) is None else data.dtype for t in floats}
     if None in dtypes or len(dtypes) > 1:
         return NotImplemented
 
@@ -387,7 +382,7 @@ def _exactly(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _clone(func: Any, tensor: Float32Output, *, memory_format: Any = None) -> Any:
-    half = _ready_half(tensor)
+    half = _half_data(tensor)
     if half is None:
         return NotImplemented
     if memory_format not in (None, torch.preserve_format) or not _is_dense(half):
@@ -395,8 +390,24 @@ def _clone(func: Any, tensor: Float32Output, *, memory_format: Any = None) -> An
     return Float32Output.of(half.detach())  # nobody writes into half data
 
 
+def _new_zeros(func: Any, like: Float32Output, size: Any, *, dtype: Any = None, **_: Any) -> Any:
+    """Where a gradient of picked values goes."""
+    half = _half_data(like)
+    if half is None or dtype not in (None, torch.float32) or torch.is_grad_enabled():
+        return NotImplemented
+    zeros = half.new_zeros(size)
+    return Float32Output._over(_Memory(zeros, source=_ZEROS), zeros, 0)
+
+
+def _index_put(func: Any, zeros: Any, *args: Any) -> Any:
+    """The gradient of ``y[indices]``; of what was picked twice it is added up in half precision."""
+    if getattr(zeros, "_memory", _NOTHING).source is not _ZEROS:
+        return NotImplemented
+    return _exactly(func, zeros, *args)
+
+
 def _to_copy(func: Any, tensor: Float32Output, *, dtype: Any = None, **kwargs: Any) -> Any:
-    half = _ready_half(tensor)
+    half = _half_data(tensor)
     if half is None:
         return NotImplemented
     if dtype not in (None, torch.float32):
@@ -421,7 +432,7 @@ class _LogSoftmax:
 
 
 def _log_softmax(func: Any, logits: Float32Output, dim: int, half_to_float: bool) -> Any:
-    half = _ready_half(logits)
+    half = _half_data(logits)
     if half is None or half.dim() == 0 or dim % half.dim() != half.dim() - 1:
         return NotImplemented
     if not half.is_contiguous() or half.device.type not in ("cpu", "cuda"):
@@ -490,7 +501,7 @@ def _log_softmax_backward(func: Any, gradient: Any, output: Any, dim: int, dtype
     )
 
 
-_NOTHING = _Memory(None)
+_NOTHING, _ZEROS = _Memory(None), object()
 
 
 @functools.cache
@@ -498,6 +509,8 @@ def _rules() -> dict[Any, Callable[..., Any]]:
     """Made at the first use: torch makes operators when they are named."""
     return {
         aten.clone.default: _clone,
+        aten.index_put.default: _index_put,
+        aten.new_zeros.default: _new_zeros,
         aten._to_copy.default: _to_copy,
         aten._log_softmax.default: _log_softmax,
         aten._log_softmax_backward_data.default: _log_softmax_backward,
@@ -536,12 +549,13 @@ def widen(outputs: Any, model: torch.nn.Module) -> Any:
     With FP32 memory at once where no gradient is wanted, where a tracer sees to it, under
     ``torch.func`` and forward-mode differentiation, and where there is little of it.
     """
+    compiles = torch.compiler.is_compiling()
     at_once = (
         not torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
+        or torch.compiler.is_exporting()
         or torch.jit.is_tracing()
         or getattr(model, "_is_replica", False)
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (not compiles and torch._C._functorch.peek_interpreter_stack() is not None)
         or torch.autograd.forward_ad._current_level >= 0
     )
 
@@ -553,9 +567,9 @@ def widen(outputs: Any, model: torch.nn.Module) -> Any:
             return item
         if type(item) is not Tensor or item.layout is not torch.strided:  # a tracer's, a sparse one
             return item.float()
-        if at_once or not item.requires_grad or item.numel() < LEAST or _is_of_a_leaf(item):
+        if at_once or not item.requires_grad or not (compiles or item.numel() >= LEAST):
             return item.float()
-        return _Widen.apply(item if _is_dense(item) else item.clone())
+        return torch.ops.ampfuse.float32(item)
 
     return trees.replace(outputs, leaf)
 
@@ -583,8 +597,3 @@ _warned: set[type] = set()
 
 def _is_half(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dtype in HALF_DTYPES and item.requires_grad
-
-
-def _is_of_a_leaf(tensor: Tensor) -> bool:
-    """A parameter, or a view of one: a step will change it."""
-    return tensor.is_leaf or (tensor._is_view() and tensor._base.is_leaf)  # type: ignore[union-attr]

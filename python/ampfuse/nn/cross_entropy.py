@@ -13,6 +13,8 @@ from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 
 __all__ = ["cross_entropy"]
 
+_LEAST_COPIED = 128  # classes; the kernels take so many of a row at once
+
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -33,9 +35,10 @@ def cross_entropy(
     holds them any more. torch makes an FP32 copy of half logits and keeps ``log_softmax`` of it.
     Where a second derivative is asked for (``create_graph=True``), torch's operations give it.
 
-    Fused are classes as targets, float32, float16 or bfloat16 logits on CPU and CUDA whose classes
-    lie side by side in memory: of shape (C,) and (N, C), and (N, C, d1, ...) in a channels-last
-    layout. Everything else, probabilities as targets too, goes to torch's operations, in FP32.
+    Fused are classes as targets, float32, float16 or bfloat16 logits on CPU and CUDA of shape (C,),
+    (N, C) and (N, C, d1, ...) whose classes lie side by side in memory, as in a channels-last
+    layout. Half logits of 128 classes or more in another layout are copied to this one. Everything
+    else, probabilities as targets too, goes to torch's operations, in FP32.
 
     Arguments:
         input: logits.
@@ -113,4 +116,8 @@ def _rows(input: Tensor, target: Tensor, weight: Tensor | None) -> Tensor | None
     if weight is not None and weight.shape != input.shape[classes : classes + 1]:
         return None
     last = input.movedim(classes, -1)
-    return last.reshape(-1, last.shape[-1]) if last.is_contiguous() else None
+    if not last.is_contiguous():
+        is_half = input.dtype in HALF_DTYPES or hasattr(input, "half_data")
+        if not is_half or last.shape[-1] < _LEAST_COPIED:
+            return None
+    return last.reshape(-1, last.shape[-1]).contiguous()
