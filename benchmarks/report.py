@@ -4,8 +4,8 @@ python benchmarks/report.py benchmarks/results/step_cpu.csv              # or of
 python benchmarks/report.py benchmarks/results/experiments_e?_cpu.csv    # ``make_table --csv``
 
 With ``--page docs/benchmarks.md`` the first writes into the page, too, where a comment there names
-the file. With ``--figure docs/figures`` it draws the figure of docs/index.md and of the README, of
-nets_cpu.csv.
+the file; "FILE, in short", as in README.md, is the table of five nets. ``--figure docs/figures``
+draws the figure of docs/index.md and of the README, of nets_cpu.csv.
 """
 
 from __future__ import annotations
@@ -107,88 +107,130 @@ def report_of(rows: list[Row]) -> list[str]:
     elif others:
         tables.append(variants_table(others))
     lines = [line for table in tables for line in (*table, "")]
-    row = rows[0]
-    peers = dict.fromkeys(row.peer for row in rows)
-    conditions = [row.hardware, row.isa, f"torch {row.torch}", f"ampfuse {row.ampfuse}", *peers]
+    return [*lines, conditions_of(rows)]
+
+
+def conditions_of(rows: list[Row]) -> str:
+    """Where, with what and when they were measured."""
     count = min(row.n for row in rows)
-    under = (
-        f"{', '.join(filter(None, [*conditions, row.date]))}. "
+    of_row = [
+        (r.hardware, r.isa, f"torch {r.torch}", f"ampfuse {r.ampfuse}", r.peer, r.date)
+        for r in rows
+    ]
+    values = dict.fromkeys(value for column in zip(*of_row, strict=True) for value in column)
+    return (
+        f"{', '.join(filter(None, values))}. "
         f"Median of {count}{' or more' * any(row.n > count for row in rows)}, "
         "20th to 80th percentile."
     )
-    return [*lines, under]
 
 
 def fill(page: Path, path: Path) -> None:
     """Write the report of a file into the page: between a comment with its name and one "end"."""
-    head, comment, rest = page.read_text().partition(f"<!-- {path.name} -->\n")
-    if comment:
-        tail = rest[rest.index("<!-- end -->") :]
-        lines = "\n".join(report_of(read(path)))
-        page.write_text(f"{head}{comment}\n{lines}\n\n{tail}")
+    for name, make in ((path.name, report_of), (f"{path.name}, in short", in_short)):
+        head, comment, rest = page.read_text().partition(f"<!-- {name} -->\n")
+        if comment:
+            tail = rest[rest.index("<!-- end -->") :]
+            lines = "\n".join(make(read(path)))
+            page.write_text(f"{head}{comment}\n{lines}\n\n{tail}")
 
 
 # ---- training steps of nets ----------------------------------------------------------------------
 
-_NETS = {
-    "gpt": "GPT",
-    "bert_small": "BERT-small",
-    "vit_small_patch16_224": "ViT-S/16",
-    "convnext_tiny": "ConvNeXt-T",
-    "lstm_tagger": "LSTM tagger",
-    "resnet18": "ResNet-18",
-    "resnet50": "ResNet-50",
-    "vgg16": "VGG16",
-    "wrn16_4": "WRN-16-4",
-    "seresnext50_32x4d": "SE-ResNeXt50",
-    "densenet161": "DenseNet-161",
-}
+_TORCHS = ("torch.amp", "torch.amp, compiled", "torch.amp, expert", "torch.amp, expert, captured")
+_OURS = ("O5", "O5, compiled", "O5, captured", "O5, compiled and captured")
 _KINDS = ("products", "attention", "convolutions")
 _WAYS = ["net", "unfused, ms", "fused, ms", "recomputed, ms", "tensors, MiB: unfused"]
 _WAYS += ["fused", "recomputed"]
+_FLOATS = [f"{arm}, .float() loss" for arm in ("torch.amp", "O5")]
 _PARTS = [f"O5, torch's {part}" for part in ("loss", "norms", "activations")]
 _PARTS += ["O5, clipped", "O5, torch's clipping"]
+_DRAWN = ("GPT", "BERT-small", "ViT-S/16", "ConvNeXt-T", "ResNet-50")
 
 
 def by_net(rows: list[Row]) -> dict[str, dict[str, Row]]:
-    """The rows of each net by variant; a net as "ViT-S/16 (batch 8, 224x224)"."""
+    """The rows of each net by variant; without nets of a run that was cut off."""
     nets: dict[str, dict[str, Row]] = {}
     for row in rows:
-        net, side, batch = row.case.rsplit("-", 2)
-        image = row.optimizer == "SGD" or net.startswith(("vit", "convnext"))
-        size = f"{side}x{side}" if image else f"sequence {side}"
-        nets.setdefault(f"{_NETS[net]} (batch {batch}, {size})", {})[row.variant] = row
-    return nets
+        nets.setdefault(row.case, {})[row.variant] = row
+    return {net: by for net, by in nets.items() if {"torch.amp", "O5"} <= by.keys()}
+
+
+def fastest(by: dict[str, Row]) -> tuple[Row, Row]:
+    """torch.amp's and O5's."""
+    theirs, ours = (
+        min((by[arm] for arm in arms if arm in by), key=lambda row: row.median_ms)
+        for arms in (_TORCHS, _OURS)
+    )
+    return theirs, ours
+
+
+def times_table(nets: dict[str, dict[str, Row]], others: Sequence[str] = ()) -> list[str]:
+    """Of the arms that were measured, and how much faster O5 is at its fastest."""
+    seen = {arm for by in nets.values() for arm in by}
+    arms = [arm for arm in ("FP32", *_TORCHS, *_OURS, *others) if arm in seen]
+    lines = []
+    for net, by in nets.items():
+        theirs, ours = fastest(by)
+        gain = f"**{theirs.median_ms / ours.median_ms:.2f}x**"
+        lines.append([net, *(_whole(by.get(arm)) for arm in arms), gain])
+    gain = "fastest O5 against fastest torch.amp"
+    return markdown(["net", *(f"{arm}, ms" for arm in arms), gain], lines)
+
+
+def in_short(rows: list[Row]) -> list[str]:
+    """The table of five nets, and a sentence on who is faster where: beyond the spread of both."""
+    nets = {net: by for net, by in by_net(rows).items() if net.split(" (")[0] in _DRAWN}
+    found: dict[str, list[str]] = {"faster": [], "level": [], "slower": []}
+    for net, by in nets.items():
+        theirs, ours = fastest(by)
+        place = 1 - (ours.p80_ms < theirs.p20_ms) + (ours.p20_ms > theirs.p80_ms)
+        gain = theirs.median_ms / ours.median_ms
+        found[[*found][place]].append(f"{net.split(' (')[0]} ({gain:.2f}x)")
+    said = "; ".join(f"{place} for {', '.join(gains) or 'none'}" for place, gains in found.items())
+    return [
+        *times_table(nets),
+        "",
+        f"O5 at its fastest, against torch.amp at its fastest, is {said}. Level: the ranges from "
+        "20th to 80th percentile overlap.",
+        "",
+        conditions_of([row for by in nets.values() for row in by.values()]),
+    ]
 
 
 def nets_tables(rows: list[Row]) -> list[list[str]]:
-    """Of times and gains; of what O5's time and memory are spent on; of fusing; of its parts."""
-    arms = ["FP32", "torch.amp", "torch.amp, compiled", "O4", "O5"]
-    times, spent, fused, parts = [], [], [], []
+    """Of times and gains; of what O5's time is spent on; of memory; of fusing; of its parts."""
+    nets = by_net(rows)
     seen = {row.variant for row in rows}
-    arms += [arm for arm in ("O5, compiled", "O2", "O5, graphed") if arm in seen]
-    for net, by in by_net(rows).items():
-        if not {"FP32", "torch.amp", "O5"} <= by.keys():  # a run that was cut off
-            continue
+    spent, memory, fused = [], [], []
+    arms = [arm for arm in ("FP32", *_TORCHS, *_OURS) if arm in seen and "captured" not in arm]
+    for net, by in nets.items():
         o5 = by["O5"].median_ms
-        gains = [f"**{by[arm].median_ms / o5:.2f}x**" for arm in arms[1:3] if arm in by]
-        times.append([net, *(_whole(by.get(arm)) for arm in arms), *gains])
         kinds = [by[kind].median_ms if kind in by else 0.0 for kind in _KINDS]
-        memory = [f"{by[arm].memory_mib:,.0f}" for arm in ("FP32", "torch.amp", "O5")]
-        spent.append([net, *(f"{kind / o5:.0%}" for kind in (*kinds, sum(kinds))), *memory])
+        spent.append([net, *(f"{kind / o5:.0%}" for kind in (*kinds, sum(kinds)))])
+        memory.append([net, *(_mib(by.get(arm)) for arm in arms)])
         if "O5, unfused" in by:
             ways = [by.get(name) for name in ("O5, unfused", "O5", "O5, recomputed")]
-            memory = ["" if way is None else f"{way.memory_mib:,.0f}" for way in ways]
-            fused.append([net, *map(_whole, ways), *memory])
-        if any(part in by for part in _PARTS):
-            parts.append([net, _whole(by["O5"]), *(_whole(by.get(part)) for part in _PARTS)])
-    gains = ["O5 against torch.amp", "against compiled"]
-    return [
-        markdown(["net", *(f"{arm}, ms" for arm in arms), *gains], times),
-        markdown(["net", *_KINDS, "together", "tensors, MiB: FP32", "torch.amp", "O5"], spent),
+            fused.append([net, *map(_whole, ways), *map(_mib, ways)])
+    tables = [
+        times_table(nets, ["O4", "O2"]),
+        markdown(["net", *_KINDS, "together"], spent),
+        markdown(["net", *(f"{arm}, MiB" for arm in arms)], memory),
         markdown(_WAYS, fused),
-        *([markdown(["net", *(f"{arm}, ms" for arm in ("O5", *_PARTS))], parts)] if parts else []),
     ]
+    for others, of in ((_FLOATS, ("torch.amp", "O5")), (_PARTS, ("O5",))):
+        if found := [arm for arm in others if arm in seen]:
+            lines = [
+                [net, *(_whole(by.get(arm)) for arm in (*of, *found))]
+                for net, by in nets.items()
+                if by.keys() & {*found}
+            ]
+            tables.append(markdown(["net", *(f"{arm}, ms" for arm in (*of, *found))], lines))
+    return tables
+
+
+def _mib(row: Row | None) -> str:
+    return "" if row is None else f"{row.memory_mib:,.0f}"
 
 
 def _whole(row: Row | None) -> str:
@@ -196,7 +238,6 @@ def _whole(row: Row | None) -> str:
 
 
 _ARMS = {"FP32": "FP32", "torch.amp": "BF16 by torch.amp", "O5": "BF16 by ampfuse"}
-_DRAWN = ("GPT", "BERT-small", "ViT-S/16", "ConvNeXt-T", "ResNet-50")
 # Text, and a colour for each arm.
 _THEMES = {
     "light": ("#24292f", "#b0b7c0", "#7a8694", "#2f6fdd"),

@@ -197,12 +197,19 @@ def options_of(description: str | None, name: str, **flags: str) -> argparse.Nam
     return options
 
 
+def _case(row: Row) -> tuple[str, int]:
+    return row.case, row.threads
+
+
 class Results:
-    """The rows of the cases that `options` want: printed, and in the CSV, as each is measured."""
+    """The rows of the cases that `options` want: printed, and in the CSV, as each is measured; the
+    file's other cases stay."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.rows: list[Row] = []
+        path = options.csv  # whose cases keep their places
+        self._order = [_case(row) for row in read(path)] if path.exists() else []
 
     def want(self, name: str) -> bool:
         """Whether `--only` names the case `name`."""
@@ -217,7 +224,8 @@ class Results:
                 flush=True,
             )
         self.rows += rows
-        write(self.options.csv, self.rows)  # now: an interrupted run leaves what it has
+        # Now: an interrupted run leaves what it has.
+        put(self.options.csv, self.rows, _case, self._order)
 
     def finish(self) -> None:
         """Say what was written. Raises SystemExit if no case was wanted."""

@@ -370,15 +370,6 @@ def test_new_gradients_are_other_tensors(load):
 # --- layers.py, quality.py ------------------------------------------------------------------------
 
 
-def test_every_operation_has_a_gradient(load):
-    layers = load("layers")
-    for case in ("op-conv2d-bfloat16", "op-amax-bfloat16", "conv-32-192-48-2-3-1"):
-        call = layers.Call(case, "torch", CPU)
-        call()
-        assert {x.dtype for x in call.layers[0]} == {torch.bfloat16}
-    assert {name for name, _ in layers.OPERATIONS.values()} == {*layers.OPS, *layers.CONVOLUTIONS}
-
-
 SMALL_LAYERS = ("norm-8-4", "norm-16-4-residual", "rows-96", "rms-768", "gelu_tanh-3072")
 
 
@@ -461,17 +452,12 @@ def test_the_documentation_has_the_table_of_the_csv(load):
     assert documented("benchmarks.md", "| step | threads |") == lines
 
 
-def test_the_page_of_gpus_is_that_of_the_csvs(load, tmp_path):
-    """A file that its comment names fills it in; nothing else of the page changes."""
+def test_a_csv_fills_in_where_a_comment_names_it(load, tmp_path):
+    """Nothing else of the page changes."""
     results, report = load("harness.results"), load("report")
     page = ROOT / "docs" / "benchmarks.md"
     found = tmp_path / "page.md"
     found.write_text(page.read_text())
-    for path in sorted(RESULTS.glob("*.csv")):
-        if f"<!-- {path.name} -->" in page.read_text():
-            report.fill(found, path)
-    assert found.read_text() == page.read_text()
-
     rows = results.rows_of(CPU, {"fused": [20.0] * 3}, case="b")
     for name in ("layers_cuda.csv", "layers_cuda.csv", "other.csv"):
         results.write(tmp_path / name, rows)
@@ -556,7 +542,7 @@ def gate(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("call", ["1", "2", "3"])
+@pytest.mark.parametrize("call", ["1", "2", "3", "4"])
 def test_each_call_of_the_gate_runs_its_parts_in_nine_minutes(gate, call):
     parts = calls_of_the_gate()[call]
     assert sum(parts.values()) <= 9 * 60
@@ -607,6 +593,6 @@ def test_what_a_part_leaves_of_its_time_the_next_have(gate):
 
 def test_what_is_not_there_is_skipped(gate, tmp_path):
     (tmp_path / "tools" / "compute-sanitizer").unlink()
-    code, found = gate("memcheck", "nets", "tables", FAIL="torchvision,timm")
+    code, found = gate("memcheck", "nets", "tables", FAIL="torchvision,timm,transformers")
     assert found == {"memcheck": "SKIPPED", "nets": "SKIPPED", "tables": "SKIPPED"}
     assert code == 0
