@@ -111,7 +111,6 @@ step() {
     --only adamw-1B-bf16 adamw-resnet50-bf16 adamw-2000x64K-bf16 adamw-gpt2-medium-bf16
 }
 others() { measure step step_others_cuda --no-compile --only fp16 fp32 sgd vit-b; }
-compiled() { measure step step_compiled_cuda --only resnet50 vit-b-bf16; }
 meter() { measure step meter_cuda --no-compile --meter --only 2000x64K-bf16 resnet50-bf16; }
 layers() { measure layers layers_cuda; }
 muon() { measure step muon_cuda --all --only muon; }

@@ -41,6 +41,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
+from operator import methodcaller
 from typing import Any
 
 # oneDNN keeps 1,024 primitives by default, and what does not fit is compiled again in every step.
@@ -157,11 +158,6 @@ class Step:
 
 def loss_of(output: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), y.flatten())
-
-
-def in_memory(output: Tensor) -> Tensor:
-    """Of ours, which may hold half data, the FP32 tensor that torch's kernels read."""
-    return output.as_subclass(Tensor)
 
 
 class TorchAmp(Step):
@@ -304,7 +300,7 @@ MORE: Arms = {
     "O5, recomputed": partial(Ours, recompute=True),
 }
 PARTS: Arms = {
-    "O5, torch's loss": partial(Ours, cast=in_memory),
+    "O5, torch's loss": partial(Ours, cast=methodcaller("as_subclass", Tensor)),
     **{f"O5, torch's {part}": partial(Ours, unfused=[part]) for part in ("norms", "activations")},
     "O5, clipped": partial(Ours, clip="ours"),
     "O5, torch's clipping": partial(Ours, clip="torch's"),
@@ -316,15 +312,7 @@ HOST: Arms = {
 }
 # Parts of the names of torch's operations, on the CPU as on GPUs.
 KINDS = {
-    "products": (
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "mkldnn_linear",
-        "gemm",
-        "lstm",
-        "mkldnn_rnn",
-    ),
+    "products": ("::mm", "::addmm", "::bmm", "mkldnn_linear", "gemm", "lstm", "mkldnn_rnn"),
     "attention": ("attention", "flash_"),
     "convolutions": ("convolution", "half_conv", "conv2d"),
 }

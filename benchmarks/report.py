@@ -140,11 +140,12 @@ def fill(page: Path, path: Path) -> None:
 _TORCHS = ("torch.amp", "torch.amp, compiled", "torch.amp, expert", "torch.amp, expert, captured")
 _OURS = ("O5", "O5, compiled", "O5, captured", "O5, compiled and captured")
 _KINDS = ("products", "attention", "convolutions")
-_WAYS = ["net", "unfused, ms", "fused, ms", "recomputed, ms", "tensors, MiB: unfused"]
-_WAYS += ["fused", "recomputed"]
-_FLOATS = [f"{arm}, .float() loss" for arm in ("torch.amp", "O5")]
-_PARTS = [f"O5, torch's {part}" for part in ("loss", "norms", "activations")]
-_PARTS += ["O5, clipped", "O5, torch's clipping"]
+_WAYS = ("O5, unfused", "O5, recomputed")
+_FLOATS = ("torch.amp, .float() loss", "O5, .float() loss")
+_PARTS = (
+    *(f"O5, torch's {part}" for part in ("loss", "norms", "activations", "clipping")),
+    "O5, clipped",
+)
 _DRAWN = ("GPT", "BERT-small", "ViT-S/16", "ConvNeXt-T", "ResNet-50")
 
 
@@ -165,17 +166,24 @@ def fastest(by: dict[str, Row]) -> tuple[Row, Row]:
     return theirs, ours
 
 
+def arms_table(
+    nets: dict[str, dict[str, Row]], arms: Sequence[str], unit: str = "ms", of: Sequence[str] = ()
+) -> list[str]:
+    """Times or memory of those of `arms` that were measured; nets that have one of `of`."""
+    arms = [arm for arm in arms if any(arm in by for by in nets.values())]
+    cell = _whole if unit == "ms" else _mib
+    found = [net for net, by in nets.items() if not of or by.keys() & {*of}]
+    lines = [[net, *(cell(nets[net].get(arm)) for arm in arms)] for net in found]
+    return markdown(["net", *(f"{arm}, {unit}" for arm in arms)], lines)
+
+
 def times_table(nets: dict[str, dict[str, Row]], others: Sequence[str] = ()) -> list[str]:
     """Of the arms that were measured, and how much faster O5 is at its fastest."""
-    seen = {arm for by in nets.values() for arm in by}
-    arms = [arm for arm in ("FP32", *_TORCHS, *_OURS, *others) if arm in seen]
-    lines = []
-    for net, by in nets.items():
-        theirs, ours = fastest(by)
-        gain = f"**{theirs.median_ms / ours.median_ms:.2f}x**"
-        lines.append([net, *(_whole(by.get(arm)) for arm in arms), gain])
-    gain = "fastest O5 against fastest torch.amp"
-    return markdown(["net", *(f"{arm}, ms" for arm in arms), gain], lines)
+    both = map(fastest, nets.values())
+    gains = [f"**{theirs.median_ms / ours.median_ms:.2f}x** |" for theirs, ours in both]
+    lines = arms_table(nets, ["FP32", *_TORCHS, *_OURS, *others])
+    columns = [lines[0] + " fastest O5 against fastest torch.amp |", lines[1] + "---|"]
+    return columns + [f"{line} {gain}" for line, gain in zip(lines[2:], gains, strict=True)]
 
 
 def in_short(rows: list[Row]) -> list[str]:
@@ -199,34 +207,21 @@ def in_short(rows: list[Row]) -> list[str]:
 
 
 def nets_tables(rows: list[Row]) -> list[list[str]]:
-    """Of times and gains; of what O5's time is spent on; of memory; of fusing; of its parts."""
-    nets = by_net(rows)
-    seen = {row.variant for row in rows}
-    spent, memory, fused = [], [], []
-    arms = [arm for arm in ("FP32", *_TORCHS, *_OURS) if arm in seen and "captured" not in arm]
+    """Of times and gains; of what O5's time is spent on; of memory; of arms beside O5."""
+    nets, spent = by_net(rows), []
     for net, by in nets.items():
-        o5 = by["O5"].median_ms
-        kinds = [by[kind].median_ms if kind in by else 0.0 for kind in _KINDS]
-        spent.append([net, *(f"{kind / o5:.0%}" for kind in (*kinds, sum(kinds)))])
-        memory.append([net, *(_mib(by.get(arm)) for arm in arms)])
-        if "O5, unfused" in by:
-            ways = [by.get(name) for name in ("O5, unfused", "O5", "O5, recomputed")]
-            fused.append([net, *map(_whole, ways), *map(_mib, ways)])
-    tables = [
+        shares = [by[kind].median_ms / by["O5"].median_ms if kind in by else 0 for kind in _KINDS]
+        spent.append([net, *(f"{share:.0%}" for share in (*shares, sum(shares)))])
+    return [
         times_table(nets, ["O4", "O2"]),
         markdown(["net", *_KINDS, "together"], spent),
-        markdown(["net", *(f"{arm}, MiB" for arm in arms)], memory),
-        markdown(_WAYS, fused),
+        arms_table(nets, ["FP32", *_TORCHS[:3], *_OURS[:2], *_WAYS], "MiB"),
+        *(
+            arms_table(nets, [*beside, *arms], of=arms)
+            for beside, arms in ((["O5"], _WAYS), (["torch.amp", "O5"], _FLOATS), (["O5"], _PARTS))
+            if any(arm in by for arm in arms for by in nets.values())
+        ),
     ]
-    for others, of in ((_FLOATS, ("torch.amp", "O5")), (_PARTS, ("O5",))):
-        if found := [arm for arm in others if arm in seen]:
-            lines = [
-                [net, *(_whole(by.get(arm)) for arm in (*of, *found))]
-                for net, by in nets.items()
-                if by.keys() & {*found}
-            ]
-            tables.append(markdown(["net", *(f"{arm}, ms" for arm in (*of, *found))], lines))
-    return tables
 
 
 def _mib(row: Row | None) -> str:

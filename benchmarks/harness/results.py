@@ -14,6 +14,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -66,6 +67,7 @@ class Row:
 
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_CASE = attrgetter("case", "threads")
 
 
 def rows_of(
@@ -197,10 +199,6 @@ def options_of(description: str | None, name: str, **flags: str) -> argparse.Nam
     return options
 
 
-def _case(row: Row) -> tuple[str, int]:
-    return row.case, row.threads
-
-
 class Results:
     """The rows of the cases that `options` want: printed, and in the CSV, as each is measured; the
     file's other cases stay."""
@@ -209,7 +207,7 @@ class Results:
         self.options = options
         self.rows: list[Row] = []
         path = options.csv  # whose cases keep their places
-        self._order = [_case(row) for row in read(path)] if path.exists() else []
+        self._order = [_CASE(row) for row in read(path)] if path.exists() else []
 
     def want(self, name: str) -> bool:
         """Whether `--only` names the case `name`."""
@@ -225,7 +223,7 @@ class Results:
             )
         self.rows += rows
         # Now: an interrupted run leaves what it has.
-        put(self.options.csv, self.rows, _case, self._order)
+        put(self.options.csv, self.rows, _CASE, self._order)
 
     def finish(self) -> None:
         """Say what was written. Raises SystemExit if no case was wanted."""
