@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Builds, tests and measures on a machine with an NVIDIA GPU, in three calls of nine minutes at
+# Builds, tests and measures on a machine with an NVIDIA GPU, in four calls of nine minutes at
 # most, any of which may be lost. What answers most comes first:
 #
 #     benchmarks/gpu_gate.sh 1                 every kernel's bits, all tests, steps, layers, counters
-#     benchmarks/gpu_gate.sh 2                 whole nets, the host, the other steps, Muon
+#     benchmarks/gpu_gate.sh 2                 whole nets
 #     benchmarks/gpu_gate.sh 3                 sanitizers, two streams, experiments
+#     benchmarks/gpu_gate.sh 4                 more nets, the host, the other steps, Muon
 #     benchmarks/gpu_gate.sh build step:300    these parts, with so many seconds (540)
 #
 # Results gather in BUILD/results over all calls: a log per part, the CSV files, benchmarks.md, which
@@ -26,8 +27,9 @@ cd "$(dirname "$SELF")/.." || exit
 # The parts of each call, and the seconds of each.
 declare -A CALLS=(
   [1]="machine:15 build:165 core:30 tests:130 step:75 layers:40 counters:30 tables:15"
-  [2]="machine:15 build:165 nets:180 host_time:45 meter:20 muon:30 others:70 tables:15"
+  [2]="machine:15 build:165 nets:345 tables:15"
   [3]="machine:15 build:165 memcheck:100 racecheck:100 stress:40 experiments:75"
+  [4]="machine:15 build:165 more_nets:180 host_time:45 meter:20 muon:30 others:70 tables:15"
 )
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-results/gpu}
@@ -109,14 +111,18 @@ step() {
     --only adamw-1B-bf16 adamw-resnet50-bf16 adamw-2000x64K-bf16 adamw-gpt2-medium-bf16
 }
 others() { measure step step_others_cuda --no-compile --only fp16 fp32 sgd vit-b; }
-compiled() { measure step step_compiled_cuda --only resnet50 vit-b-bf16; }
 meter() { measure step meter_cuda --no-compile --meter --only 2000x64K-bf16 resnet50-bf16; }
 layers() { measure layers layers_cuda; }
 muon() { measure step muon_cuda --all --only muon; }
 host_time() { measure step host_time_cuda --host; }
+# Both add to one CSV.
 nets() {
-  needs_packages torchvision,timm
-  measure nets nets_cuda --only resnet50 gpt vit
+  needs_packages torchvision,timm,transformers
+  measure nets nets_cuda --only gpt vit resnet50
+}
+more_nets() {
+  needs_packages torchvision,timm,transformers
+  measure nets nets_cuda --only llama convnext bert_base
 }
 
 # What kernels move and how: DRAM, sectors of L2, warps, instructions. Of Adam with FP32 states and
@@ -203,7 +209,7 @@ part() {
   tar -czf "$OUT/.archive" -C "$RESULTS" . && mv "$OUT/.archive" "$OUT/gpu_gate.tar.gz"
 }
 
-if [ $# -eq 0 ]; then set -- 1 2 3; fi
+if [ $# -eq 0 ]; then set -- 1 2 3 4; fi
 printf '%s  %s\n' "$(date -u +%FT%TZ)" "$*" >>"$RESULTS/summary.txt"
 for word; do
   for one in ${CALLS[$word]:-$word}; do

@@ -1,6 +1,6 @@
-"""Norms, activations, convolutions and other operations in half precision, alone.
+"""Norms, activations and losses in half precision, alone.
 
-    python benchmarks/layers.py [--device cuda] [--only norm conv-8 ...] [--quick]
+    python benchmarks/layers.py [--device cuda] [--only norm rms ...] [--quick]
 
 Each case is forward and backward of torch's operations, in a process that never imports ampfuse,
 and of the fused one; "copy" is its bytes at the bandwidth of a copy.
@@ -16,12 +16,6 @@ gelu    an activation behind a bias, "gelu_tanh" its other form, "silu" one that
         widths of ViT-S, GPT-2 and Llama; csrc/core/nn_ops/activation.h
 loss    the cross-entropy of half logits, of which torch's needs an FP32 copy, for so many words;
         csrc/core/nn_ops/cross_entropy.h
-
-Cases "conv-..." and "op-..." are one operation on the CPU: in FP32 and in half by torch, and in
-half with ``ampfuse.cpu_half_ops()``, which runs the convolutions as matrix products (see
-csrc/torch/half_conv.cpp). Where torch's half takes many times FP32's time, torch has no half kernel
-for that operation on this CPU: what csrc/torch/half_ops.cpp mends. With ONEDNN_MAX_CPU_ISA=AVX2
-(AVX512_CORE, ...), oneDNN does as on an older CPU.
 """
 
 from __future__ import annotations
@@ -63,32 +57,6 @@ ROWS = {
     "loss-16384": (2048, 16384),
     "loss-131072": (512, 131072),
 }
-# Batch, channels, filters, side of the images, side of the kernel, stride.
-CONVOLUTIONS = (
-    *("conv-8-1024-256-14-1-1", "conv-8-1024-2048-14-1-2", "conv-8-2048-512-7-1-1"),
-    *("conv-8-512-512-7-3-1", "conv-32-384-192-8-1-1", "conv-32-1000-192-2-1-1"),
-    *("conv-32-2000-192-1-1-1", "conv-32-192-48-2-3-1", "conv-64-512-512-4-3-1"),
-    "conv-64-512-512-2-3-1",
-)
-# A function, and the shapes of its inputs; "x" is a batch of images.
-OPS: dict[str, tuple[Function, str]] = {
-    "conv2d": (partial(F.conv2d, padding=1), "x 32,32,3,3 32"),
-    "conv_transpose2d": (partial(F.conv_transpose2d, stride=2), "x 32,32,2,2"),
-    "linear": (F.linear, "512,512 1024,512 1024"),
-    "matmul": (torch.matmul, "512,512 512,1024"),
-    "mv": (torch.mv, "1024,1024 1024"),
-    "dot": (torch.dot, "65536 65536"),
-    "bmm": (torch.bmm, "64,64,64 64,64,64"),
-    "baddbmm": (torch.baddbmm, "64,64,64 64,64,64 64,64,64"),
-    "attention": (F.scaled_dot_product_attention, "8,8,128,64 8,8,128,64 8,8,128,64"),
-    "batch_norm": (lambda x, g, b: F.batch_norm(x, None, None, g, b, True), "x 32 32"),
-    "layer_norm": (lambda x, g, b: F.layer_norm(x, (512,), g, b), "32,64,512 512 512"),
-    "amax": (partial(torch.amax, dim=(0, 2, 3)), "x"),
-}
-# By case: operation and dtype; the small convolutions in BF16 alone.
-OPERATIONS = {f"op-{name}-{half}": (name, half) for name in OPS for half in ("bfloat16", "float16")}
-OPERATIONS |= {name: (name, "bfloat16") for name in CONVOLUTIONS}
-
 
 # ---- torch's operations and the fused ones -------------------------------------------------------
 
@@ -188,26 +156,17 @@ def layer_of(case: str, kind: str) -> Layer:
         count = max(1, (96 << 20) // (2 * math.prod(image)))
         weights = [(channels,)] * 2
         return Layer(arms, [image] * (1 + residual), weights, torch.float32, half_bytes, count)
-    if case in ROWS:
-        _, columns = shape = ROWS[case]
-        if name in ("rows", "rms"):  # forward, backward, weights
-            arms = {"torch": add_norm, "fused": fused_add_norm}
-            weights = [(columns,)] * (2 if name == "rows" else 1)
-            return Layer(arms, [shape] * 2, weights, half_bytes=8 + 8 + 4)
-        if name == "loss":
-            return Layer({"torch": loss, "fused": fused_loss}, [shape], half_bytes=2 + 4)
-        arms = {"torch": partial(act, name), "fused": partial(fused_act, name)}
-        gated = case.endswith("gated")
-        other, half_bytes = (shape, 6 + 10) if gated else ((columns,), 4 + 6)
-        return Layer(arms, [shape, other], half_bytes=half_bytes)
-    if name == "conv":
-        n, channels, filters, side, kernel, stride = map(int, sizes)
-        function = partial(F.conv2d, stride=stride, padding=kernel // 2)
-        inputs = [(n, channels, side, side), (filters, channels, kernel, kernel)]
-        return Layer({"torch": function}, inputs)
-    function, shapes = OPS[OPERATIONS[case][0]]
-    texts = shapes.replace("x", "32,32,16,16").split()
-    return Layer({"torch": function}, [tuple(map(int, text.split(","))) for text in texts])
+    _, columns = shape = ROWS[case]
+    if name in ("rows", "rms"):  # forward, backward, weights
+        arms = {"torch": add_norm, "fused": fused_add_norm}
+        weights = [(columns,)] * (2 if name == "rows" else 1)
+        return Layer(arms, [shape] * 2, weights, half_bytes=8 + 8 + 4)
+    if name == "loss":
+        return Layer({"torch": loss, "fused": fused_loss}, [shape], half_bytes=2 + 4)
+    arms = {"torch": partial(act, name), "fused": partial(fused_act, name)}
+    gated = case.endswith("gated")
+    other, half_bytes = (shape, 6 + 10) if gated else ((columns,), 4 + 6)
+    return Layer(arms, [shape, other], half_bytes=half_bytes)
 
 
 class Call:
@@ -261,31 +220,15 @@ def layer_rows(case: str, options: Any, worker: Worker) -> list[Row]:
     )
 
 
-def operation_rows(case: str, options: Any, worker: Worker) -> list[Row]:
-    import ampfuse
-
-    ampfuse.cpu_half_ops()
-    half, device = OPERATIONS[case][1], options.device
-    call = case, "torch", device
-    variants = {
-        "FP32": worker.variant(Call, *call, torch.float32),
-        "torch": worker.variant(Call, *call, getattr(torch, half)),
-        "ampfuse": Variant(Clock(device), Call(*call, getattr(torch, half))),
-    }
-    return rows_of(device, measure(variants, options.repeats), case=case, dtype=half)
-
-
 def main() -> None:
     """Measures every variant of each case and writes the CSV."""
     options = options_of(__doc__, "layers")
     results = Results(options)
-    operations = OPERATIONS if options.device.type == "cpu" else {}
     with Worker(Clock, options.device) as worker:
-        for threads, case in product(options.threads, (*NORMS, *ROWS, *operations)):
+        for threads, case in product(options.threads, (*NORMS, *ROWS)):
             if results.want(case):
                 torch.set_num_threads(threads)
-                rows = operation_rows if case in OPERATIONS else layer_rows
-                results.add(rows(case, options, worker))
+                results.add(layer_rows(case, options, worker))
                 worker.clear()
     results.finish()
 

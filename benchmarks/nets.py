@@ -5,26 +5,30 @@
 
 A step is forward pass, loss, backward pass and update on one batch of random data: AdamW for what
 has attention or an LSTM, SGD with momentum for nets with batch norms, images in channels-last
-memory. Arms, each in a process of its own (on a GPU torch's in one, ours in another):
+memory, cuDNN's algorithms chosen by trying them. Each arm has a process of its own, in which it
+runs all nets, one after the other; torch's never import ampfuse. Arms:
 
     FP32                  torch, torch's fused optimizer
     torch.amp             torch.autocast in BF16, torch's fused optimizer
-    torch.amp, compiled   the same under torch.compile
-    O4                    amp.initialize: autocast in BF16, ampfuse's optimizer
+    torch.amp, compiled   the same, and model.compile()
+    torch.amp, expert     model and loss in one compiled function, and transformers' models without
+                          the attention mask that they build when compiled
     O5                    amp.initialize: a BF16 model with FP32 masters, fused
-    O5, compiled          the same under torch.compile
+    O5, compiled          the same, and model.compile()
+    torch.amp, expert, captured; O5, captured; O5, compiled and captured
+                          on a GPU: by mode="reduce-overhead"; ours by make_graphed_step
+    ..., .float() loss    torch.amp and O5 of language models, the loss of logits.float()
+    O4, O2                autocast in BF16, ampfuse's optimizer; O5 in FP16, on a GPU
     O5, unfused           without ampfuse.nn.fuse
-    O5, torch's loss      --parts: with F.cross_entropy of FP32 logits; likewise "O5, torch's
-                          norms", "activations", "attention" and "patches"
+    O5, recomputed        fused, under ampfuse.nn.recompute_norms; nets with batch norms
+    O5, torch's loss      --parts: with F.cross_entropy of logits in FP32 memory; likewise "O5,
+                          torch's norms" and so on, with that part unfused
     O5, clipped           --parts: with ampfuse's clip_grad_norm_; "O5, torch's clipping": by
                           torch.nn.utils, of the masters' gradients
-    O5, recomputed        fused, under ampfuse.nn.recompute_norms; nets with batch norms
-    O2                    as O5, in FP16; on a GPU
-    O5, graphed           the whole step as one CUDA graph; on a GPU
 
-Torch's never import ampfuse. "products", "attention" and "convolutions" are what these take of a
-step of O5, by the profiler: no fusion shortens them. The column memory_mib has the peak of a step's
-tensors.
+"products", "attention" and "convolutions" are what these take of a step of O5, by the profiler: no
+fusion shortens them. The column memory_mib has the peak of a step's tensors. Rows of other nets
+that the CSV has stay there.
 
 With --host it is the host's time, on one thread, for nets whose kernels are next to nothing (see
 step.py), at O1 and under torch.amp in FP16: 37 linear layers of width 8, and 6 encoder layers of
@@ -34,9 +38,10 @@ width 16.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, nullcontext
-from functools import partial
+from functools import cache, partial
+from operator import methodcaller
 from typing import Any
 
 # oneDNN keeps 1,024 primitives by default, and what does not fit is compiled again in every step.
@@ -47,37 +52,49 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 import torch.nn.functional as F
 from harness.measuring import Clock, HostClock, Worker, WorkerError, measure
-from harness.models import image_model, text_model, tiny_model
+from harness.models import TEXTS, image_model, text_model, tiny_model
 from harness.results import Results, Row, options_of, rows_of
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
-# A net's side of the images, or tokens of a text, and its batch on a CPU and on a GPU.
+# Name, side of the images or tokens of a text, batch on a CPU (0: not measured there) and on a GPU.
+# What is wanted most comes first.
 NETS = {
-    "gpt": (256, 8, 64),  # 6 layers of 384, 16,384 words
-    "bert_small": (128, 16, 256),  # 4 layers of 512 (Turc et al. 2019), two classes
-    "vit_small_patch16_224": (224, 8, 256),
-    "convnext_tiny": (224, 8, 128),
-    "lstm_tagger": (64, 32, 256),  # two bidirectional layers of 256
-    "resnet18": (224, 16, 256),
-    "resnet50": (224, 8, 256),
-    "vgg16": (32, 64, 1024),
-    "wrn16_4": (32, 64, 1024),
-    "seresnext50_32x4d": (32, 32, 512),
-    "densenet161": (32, 32, 512),
+    "gpt2": ("GPT-2 124M", 1024, 0, 16),
+    "gpt": ("GPT", 256, 8, 64),
+    "vit_small_patch16_224": ("ViT-S/16", 224, 8, 256),
+    "resnet50": ("ResNet-50", 224, 8, 256),
+    "llama": ("Llama 148M", 1024, 0, 16),
+    "convnext_tiny": ("ConvNeXt-T", 224, 8, 128),
+    "bert_base": ("BERT-base", 128, 0, 256),
+    "bert_small": ("BERT-small", 128, 16, 256),
+    "lstm_tagger": ("LSTM tagger", 64, 32, 256),
+    "resnet18": ("ResNet-18", 224, 16, 256),
+    "vgg16": ("VGG16", 32, 64, 1024),
+    "wrn16_4": ("WRN-16-4", 32, 64, 1024),
+    "seresnext50_32x4d": ("SE-ResNeXt50", 32, 32, 512),
+    "densenet161": ("DenseNet-161", 32, 32, 512),
 }
-TEXTS = "gpt", "bert_small", "lstm_tagger"
 NORMED = "resnet18", "resnet50", "vgg16", "wrn16_4", "seresnext50_32x4d", "densenet161"
 TINY = "mlp", "transformer"
-FUSED = "norms", "activations", "attention", "patches"
-WORDS = 16384
+LANGUAGE = "gpt", "gpt2", "llama"
 
 
-def size_of(net: str, device: torch.device) -> tuple[int, int]:
+def size_of(net: str, quick: bool, device: torch.device) -> tuple[int, int]:
     """Side (or tokens) and batch."""
-    side, *batches = NETS[net]
+    _, side, *batches = NETS[net]
+    if quick:
+        return side if net.startswith("vit") else min(side, 32), 2
     return side, batches[device.type == "cuda"]
+
+
+def case_of(net: str, options: Any) -> str:
+    if options.host:
+        return f"{net}-step"
+    side, batch = size_of(net, options.quick, options.device)
+    size = f"sequence {side}" if net in TEXTS else f"{side}x{side}"
+    return f"{NETS[net][0]} (batch {batch}, {size})"
 
 
 def optimizer_of(net: str) -> str:
@@ -85,23 +102,29 @@ def optimizer_of(net: str) -> str:
 
 
 class Step:
-    """FP32, and what the other arms change of it."""
+    """FP32, and what the other arms change of it.
+
+    Arguments:
+        cast: of the output, before the loss.
+    """
 
     fused: bool | None = True  # torch's optimizers
 
-    def __init__(self, net: str, quick: bool, device: torch.device) -> None:
+    def __init__(
+        self, net: str, quick: bool, device: torch.device, cast: Callable[..., Tensor] | None = None
+    ) -> None:
+        self.cast = cast
         torch.manual_seed(0)
-        side, batch = size_of(net, device) if net in NETS else (0, 0)
-        if quick:
-            side, batch = side if net.startswith("vit") else min(side, 32), 2
+        torch.backends.cudnn.benchmark = True
+        side, batch = size_of(net, quick, device) if net in NETS else (0, 0)
         labels: tuple[int, ...] = (batch,)
         if net in TINY:
             self.model, shape = tiny_model(net)
             self.x, labels, classes = torch.randn(shape, device=device), shape[:-1], shape[-1]
         elif net in TEXTS:
-            self.model, classes = text_model(net, WORDS, side)
-            self.x = torch.randint(WORDS, (batch, side), device=device)
-            labels = labels if net == "bert_small" else (batch, side)
+            self.model, words, classes = text_model(net, side, small=quick)
+            self.x = torch.randint(words, (batch, side), device=device)
+            labels = labels if net.startswith("bert") else (batch, side)
         else:
             self.model, classes = image_model(net, side, classes=100), 100
             self.model.to(memory_format=torch.channels_last)
@@ -123,12 +146,13 @@ class Step:
     def __call__(self) -> object:
         self.step()
 
-    def loss(self) -> Tensor:
-        return loss_of(self.model(self.x), self.y)
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        output = self.model(x)
+        return loss_of(output if self.cast is None else self.cast(output), y)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.loss().backward()
+        self.loss(self.x, self.y).backward()
         self.optimizer.step()
 
 
@@ -137,18 +161,33 @@ def loss_of(output: Tensor, y: Tensor) -> Tensor:
 
 
 class TorchAmp(Step):
-    def __init__(self, *arguments: Any, half: str = "bfloat16", compiled: bool = False) -> None:
-        super().__init__(*arguments)
+    """Autocast; `compiled` is the model. `expert`: model and loss are compiled as one function, in
+    that mode, and models of transformers get no mask."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        half: str = "bfloat16",
+        compiled: bool = False,
+        expert: str = "",
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
         self.half = getattr(torch, half)
         self.scaler = torch.amp.GradScaler(self.x.device.type, enabled=half == "float16")
         if compiled:
             self.model.compile()
+        if expert:
+            getattr(self.model, "use_no_masks", lambda: None)()
+            self.loss = torch.compile(self.loss, mode=expert)  # type: ignore[method-assign]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=self.half):
+            return super().loss(x, y)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        with torch.autocast(self.x.device.type, dtype=self.half):
-            loss = self.loss()
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(self.loss(self.x, self.y)).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -157,8 +196,10 @@ class Ours(Step):
     """O5, and what our other arms change of it.
 
     Arguments:
-        fuse: what of the net is fused.
+        fuse: whether the net is fused.
+        unfused: the parts that are not.
         clip: whose clipping there is, "torch's" or "ours".
+        compiled: "model", or "loss": model and loss as one function.
     """
 
     fused = None
@@ -167,32 +208,36 @@ class Ours(Step):
         self,
         *arguments: Any,
         level: str = "O5",
-        fuse: Sequence[str] = FUSED,
+        fuse: bool = True,
+        unfused: Collection[str] = (),
         clip: str = "",
-        torchs_loss: bool = False,
         recompute: bool = False,
-        compiled: bool = False,
+        compiled: str = "",
+        **options: Any,
     ) -> None:
         import ampfuse
+        from ampfuse.nn.fusion import PARTS
 
-        super().__init__(*arguments)
-        self.amp, self.clip, self.torchs_loss = ampfuse.amp, clip, torchs_loss
+        super().__init__(*arguments, **options)
+        self.amp, self.clip = ampfuse.amp, clip
         self.forward: Callable[[], Any] = ampfuse.nn.recompute_norms if recompute else nullcontext
-        ampfuse.nn.fuse(self.model, fuse)
+        if fuse:
+            ampfuse.nn.fuse(self.model, [part for part in PARTS if part not in unfused])
         self.model, self.optimizer = self.amp.initialize(
             self.model, self.optimizer, opt_level=level, verbosity=0
         )
-        if compiled:
+        if compiled == "model":
             self.model.compile()
+        elif compiled:
+            self.loss = torch.compile(self.loss)  # type: ignore[method-assign]
 
-    def loss(self) -> Tensor:
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
         with self.forward():
-            output = self.model(self.x)
-            return loss_of(output.float() if self.torchs_loss else output, self.y)
+            return super().loss(x, y)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        with self.amp.scale_loss(self.loss(), self.optimizer) as scaled:
+        with self.amp.scale_loss(self.loss(self.x, self.y), self.optimizer) as scaled:
             scaled.backward()
         if self.clip == "ours":
             self.amp.clip_grad_norm_(self.optimizer, 1.0)
@@ -201,16 +246,16 @@ class Ours(Step):
         self.optimizer.step()
 
 
-class Graphed(Ours):
-    def __init__(self, *arguments: Any) -> None:
+class Captured(Ours):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         from ampfuse.graphs import make_graphed_step
 
-        super().__init__(*arguments)
+        super().__init__(*arguments, **options)
         batch = self.x, self.y
-        self.graphed = make_graphed_step(self.model, loss_of, self.optimizer, batch)
+        self.captured = make_graphed_step(self.model, loss_of, self.optimizer, batch)
 
     def __call__(self) -> object:
-        return self.graphed(self.x, self.y)
+        return self.captured(self.x, self.y)
 
 
 class Share(Ours):
@@ -233,100 +278,94 @@ class Share(Ours):
 
 
 Arms = dict[str, Callable[..., Step]]
-TORCHS: Arms = {
-    "FP32": Step,
+# What is compared comes first.
+ARMS: Arms = {
+    "torch.amp, expert": partial(TorchAmp, expert="default"),
+    "O5": Ours,
+    "O5, compiled": partial(Ours, compiled="model"),
     "torch.amp": TorchAmp,
     "torch.amp, compiled": partial(TorchAmp, compiled=True),
+    "FP32": Step,
 }
-OURS: Arms = {
-    "O4": partial(Ours, level="O4", fuse=()),
-    "O5": Ours,
-    "O5, compiled": partial(Ours, compiled=True),
-    "O5, unfused": partial(Ours, fuse=()),
+ON_GPU: Arms = {
+    "O5, compiled and captured": partial(Captured, compiled="model"),
+    "O5, captured": Captured,
+    "torch.amp, expert, captured": partial(TorchAmp, expert="reduce-overhead"),
+}
+MORE: Arms = {
+    "torch.amp, .float() loss": partial(TorchAmp, cast=Tensor.float),
+    "O5, .float() loss": partial(Ours, cast=Tensor.float),
+    "O4": partial(Ours, level="O4", fuse=False),
+    "O5, unfused": partial(Ours, fuse=False),
     "O5, recomputed": partial(Ours, recompute=True),
-    "O2": partial(Ours, level="O2"),
-    "O5, graphed": Graphed,
 }
 PARTS: Arms = {
-    "O5, torch's loss": partial(Ours, torchs_loss=True),
-    **{
-        f"O5, torch's {part}": partial(Ours, fuse=[other for other in FUSED if other != part])
-        for part in FUSED
-    },
+    "O5, torch's loss": partial(Ours, cast=methodcaller("as_subclass", Tensor)),
+    **{f"O5, torch's {part}": partial(Ours, unfused=[part]) for part in ("norms", "activations")},
     "O5, clipped": partial(Ours, clip="ours"),
     "O5, torch's clipping": partial(Ours, clip="torch's"),
 }
 HOST: Arms = {
     "torch.amp": partial(TorchAmp, half="float16"),
     "FP32": Step,
-    "ampfuse O1": partial(Ours, level="O1", fuse=()),
+    "ampfuse O1": partial(Ours, level="O1", fuse=False),
 }
 # Parts of the names of torch's operations, on the CPU as on GPUs.
 KINDS = {
-    "products": (
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "mkldnn_linear",
-        "gemm",
-        "lstm",
-        "mkldnn_rnn",
-    ),
+    "products": ("::mm", "::addmm", "::bmm", "mkldnn_linear", "gemm", "lstm", "mkldnn_rnn"),
     "attention": ("attention", "flash_"),
     "convolutions": ("convolution", "half_conv", "conv2d"),
 }
 
 
 def arms_of(net: str, options: Any) -> Arms:
+    """Those of the tables first, then all others and the shares."""
     if options.host:
         return HOST
+    on_gpu = options.device.type == "cuda"
+    arms = ARMS | (ON_GPU if on_gpu else {}) | MORE | (PARTS if options.parts else {})
+    arms |= {"O2": partial(Ours, level="O2")} if on_gpu else {}
     left_out = ["O5, torch's activations" if net in NORMED else "O5, recomputed"]
-    left_out += ["torch.amp, compiled", "O5, compiled"] * options.no_compile
-    left_out += ["O2", "O5, graphed"] * (options.device.type == "cpu")
-    arms = TORCHS | OURS | (PARTS if options.parts else {})
-    return {name: arm for name, arm in arms.items() if name not in left_out}
+    if net not in LANGUAGE:
+        left_out += [name for name in arms if ".float()" in name]
+    if options.no_compile:
+        left_out += [name for name in arms if "compiled" in name or "expert" in name]
+    arms = {name: arm for name, arm in arms.items() if name not in left_out}
+    return arms | {kind: partial(Share, kind) for kind in KINDS}
 
 
-def rows(net: str, options: Any) -> Iterator[list[Row]]:
-    """Of all arms and shares of one net: in turns, and on a GPU, which one may fill, in a row. What
-    was measured together comes together, so that a run that is cut off leaves what it has."""
-    device, arguments = options.device, (net, options.quick, options.device)
-    case = f"{net}-step" if options.host else "-".join(map(str, (net, *size_of(net, device))))
-    arms, shares, optimizer = arms_of(net, options), {}, optimizer_of(net)
-    if not options.host:
-        shares = {kind: partial(Share, kind) for kind in KINDS}
+def rows(
+    net: str, arms: Arms, options: Any, in_a_row: bool, worker_of: Callable[[str], Worker]
+) -> Iterator[list[Row]]:
+    """Of one net, in turns or in a row. What was measured together comes together, so that a run
+    that is cut off leaves what it has."""
+    device, case, optimizer = options.device, case_of(net, options), optimizer_of(net)
     repeats = options.repeats if options.quick or not options.host else max(options.repeats, 200)
-    with ExitStack() as processes:
-
-        def process(ours: bool) -> Worker:
-            clock = HostClock if options.host else Clock
-            return processes.enter_context(Worker(clock, device, with_ampfuse=ours))
-
-        in_a_row = device.type == "cuda" and not options.host
-        of_all = {ours: process(ours) for ours in (False, True)} if in_a_row else {}
-        workers = {}
-        for name in arms:
-            ours = name.startswith(("O", "ampfuse"))
-            workers[name] = of_all.get(ours) or process(ours)
-        workers |= dict.fromkeys(shares, of_all.get(True) or process(True))
-        made = arms | shares
-        for group in [[name] for name in made] if in_a_row else [[*made]]:
+    workers = {arm: worker_of("O5, shares" if arm in KINDS else arm) for arm in arms}
+    for group in [[arm] for arm in arms] if in_a_row else [[*arms]]:
+        steps = {}
+        for arm in group:
             try:
-                steps = {name: workers[name].variant(made[name], *arguments) for name in group}
-                # (A GPU's profiler takes a second for each.)
-                few = in_a_row and group[0] in shares
-                times = measure(steps, 3, 1) if few else measure(steps, repeats)
-                memory = {arm: steps[arm].memory_mib() for arm in group if arm in arms}
-                times = {name: values for name, values in times.items() if any(values)}
-                yield rows_of(device, times, memory_mib=memory, case=case, optimizer=optimizer)
+                step = workers[arm].variant(arms[arm], net, options.quick, device)
+                step()  # compiles it
+                steps[arm] = step
             except WorkerError as error:  # keeps no other from being measured
-                print(f"{case:28s} {', '.join(group)}: not run ({error})")
-            for name in group if in_a_row else ():
-                workers[name].clear()
+                print(f"{case:28s} {arm}: not run ({error})")
+        # (A GPU's profiler takes a second for each.)
+        times = measure(steps, 3 if in_a_row and group[0] in KINDS else repeats, 1)
+        times = {arm: values for arm, values in times.items() if any(values)}
+        # (What a graph allocates, the allocator counts at its capture alone.)
+        measured = [arm for arm in steps if arm not in KINDS and "captured" not in arm]
+        memory = {arm: steps[arm].memory_mib() for arm in measured}
+        if times:
+            yield rows_of(device, times, memory_mib=memory, case=case, optimizer=optimizer)
+        for arm in group:
+            workers[arm].clear()
 
 
 def main() -> None:
-    """Measures all arms of each net, at most threads, and writes the CSV."""
+    """Measures all arms of each net, at most threads, and writes the CSV: in turns, and on a GPU,
+    which one may fill, in a row, the tables' arms of all nets before the others."""
     options = options_of(
         __doc__,
         "nets",
@@ -336,9 +375,25 @@ def main() -> None:
     )
     torch.set_num_threads(options.threads[-1])
     results = Results(options)
-    for net in TINY if options.host else NETS:
-        for measured in rows(net, options) if results.want(net) else ():
-            results.add(measured)
+    in_a_row = options.device.type == "cuda" and not options.host
+    nets = [net for net in (TINY if options.host else NETS) if results.want(net)]
+    with ExitStack() as processes:
+
+        @cache
+        def worker_of(arm: str) -> Worker:
+            clock, ours = (
+                HostClock if options.host else Clock,
+                not arm.startswith(("torch", "FP32")),
+            )
+            return processes.enter_context(Worker(clock, options.device, with_ampfuse=ours))
+
+        for first in (True, False) if in_a_row else (None,):
+            for net in nets:
+                if options.host or size_of(net, options.quick, options.device)[1]:
+                    arms = arms_of(net, options).items()
+                    now = {a: make for a, make in arms if first in (None, a in ARMS | ON_GPU)}
+                    for measured in rows(net, now, options, in_a_row, worker_of):
+                        results.add(measured)
     results.finish()
 
 

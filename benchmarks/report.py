@@ -4,8 +4,8 @@ python benchmarks/report.py benchmarks/results/step_cpu.csv              # or of
 python benchmarks/report.py benchmarks/results/experiments_e?_cpu.csv    # ``make_table --csv``
 
 With ``--page docs/benchmarks.md`` the first writes into the page, too, where a comment there names
-the file. With ``--figure docs/figures`` it draws the figure of docs/index.md and of the README, of
-nets_cpu.csv.
+the file; "FILE, in short", as in README.md, is the table of five nets. ``--figure docs/figures``
+draws the figure of docs/index.md and of the README, of nets_cpu.csv.
 """
 
 from __future__ import annotations
@@ -107,88 +107,125 @@ def report_of(rows: list[Row]) -> list[str]:
     elif others:
         tables.append(variants_table(others))
     lines = [line for table in tables for line in (*table, "")]
-    row = rows[0]
-    peers = dict.fromkeys(row.peer for row in rows)
-    conditions = [row.hardware, row.isa, f"torch {row.torch}", f"ampfuse {row.ampfuse}", *peers]
+    return [*lines, conditions_of(rows)]
+
+
+def conditions_of(rows: list[Row]) -> str:
+    """Where, with what and when they were measured."""
     count = min(row.n for row in rows)
-    under = (
-        f"{', '.join(filter(None, [*conditions, row.date]))}. "
+    of_row = [
+        (r.hardware, r.isa, f"torch {r.torch}", f"ampfuse {r.ampfuse}", r.peer, r.date)
+        for r in rows
+    ]
+    values = dict.fromkeys(value for column in zip(*of_row, strict=True) for value in column)
+    return (
+        f"{', '.join(filter(None, values))}. "
         f"Median of {count}{' or more' * any(row.n > count for row in rows)}, "
         "20th to 80th percentile."
     )
-    return [*lines, under]
 
 
 def fill(page: Path, path: Path) -> None:
     """Write the report of a file into the page: between a comment with its name and one "end"."""
-    head, comment, rest = page.read_text().partition(f"<!-- {path.name} -->\n")
-    if comment:
-        tail = rest[rest.index("<!-- end -->") :]
-        lines = "\n".join(report_of(read(path)))
-        page.write_text(f"{head}{comment}\n{lines}\n\n{tail}")
+    for name, make in ((path.name, report_of), (f"{path.name}, in short", in_short)):
+        head, comment, rest = page.read_text().partition(f"<!-- {name} -->\n")
+        if comment:
+            tail = rest[rest.index("<!-- end -->") :]
+            lines = "\n".join(make(read(path)))
+            page.write_text(f"{head}{comment}\n{lines}\n\n{tail}")
 
 
 # ---- training steps of nets ----------------------------------------------------------------------
 
-_NETS = {
-    "gpt": "GPT",
-    "bert_small": "BERT-small",
-    "vit_small_patch16_224": "ViT-S/16",
-    "convnext_tiny": "ConvNeXt-T",
-    "lstm_tagger": "LSTM tagger",
-    "resnet18": "ResNet-18",
-    "resnet50": "ResNet-50",
-    "vgg16": "VGG16",
-    "wrn16_4": "WRN-16-4",
-    "seresnext50_32x4d": "SE-ResNeXt50",
-    "densenet161": "DenseNet-161",
-}
+_TORCHS = ("torch.amp", "torch.amp, compiled", "torch.amp, expert", "torch.amp, expert, captured")
+_OURS = ("O5", "O5, compiled", "O5, captured", "O5, compiled and captured")
 _KINDS = ("products", "attention", "convolutions")
-_WAYS = ["net", "unfused, ms", "fused, ms", "recomputed, ms", "tensors, MiB: unfused"]
-_WAYS += ["fused", "recomputed"]
-_PARTS = [f"O5, torch's {part}" for part in ("loss", "norms", "activations")]
-_PARTS += ["O5, clipped", "O5, torch's clipping"]
+_WAYS = ("O5, unfused", "O5, recomputed")
+_FLOATS = ("torch.amp, .float() loss", "O5, .float() loss")
+_PARTS = (
+    *(f"O5, torch's {part}" for part in ("loss", "norms", "activations", "clipping")),
+    "O5, clipped",
+)
+_DRAWN = ("GPT", "BERT-small", "ViT-S/16", "ConvNeXt-T", "ResNet-50")
 
 
 def by_net(rows: list[Row]) -> dict[str, dict[str, Row]]:
-    """The rows of each net by variant; a net as "ViT-S/16 (batch 8, 224x224)"."""
+    """The rows of each net by variant; without nets of a run that was cut off."""
     nets: dict[str, dict[str, Row]] = {}
     for row in rows:
-        net, side, batch = row.case.rsplit("-", 2)
-        image = row.optimizer == "SGD" or net.startswith(("vit", "convnext"))
-        size = f"{side}x{side}" if image else f"sequence {side}"
-        nets.setdefault(f"{_NETS[net]} (batch {batch}, {size})", {})[row.variant] = row
-    return nets
+        nets.setdefault(row.case, {})[row.variant] = row
+    return {net: by for net, by in nets.items() if {"torch.amp", "O5"} <= by.keys()}
+
+
+def fastest(by: dict[str, Row]) -> tuple[Row, Row]:
+    """torch.amp's and O5's."""
+    theirs, ours = (
+        min((by[arm] for arm in arms if arm in by), key=lambda row: row.median_ms)
+        for arms in (_TORCHS, _OURS)
+    )
+    return theirs, ours
+
+
+def arms_table(
+    nets: dict[str, dict[str, Row]], arms: Sequence[str], unit: str = "ms", of: Sequence[str] = ()
+) -> list[str]:
+    """Times or memory of those of `arms` that were measured; nets that have one of `of`."""
+    arms = [arm for arm in arms if any(arm in by for by in nets.values())]
+    cell = _whole if unit == "ms" else _mib
+    found = [net for net, by in nets.items() if not of or by.keys() & {*of}]
+    lines = [[net, *(cell(nets[net].get(arm)) for arm in arms)] for net in found]
+    return markdown(["net", *(f"{arm}, {unit}" for arm in arms)], lines)
+
+
+def times_table(nets: dict[str, dict[str, Row]], others: Sequence[str] = ()) -> list[str]:
+    """Of the arms that were measured, and how much faster O5 is at its fastest."""
+    both = map(fastest, nets.values())
+    gains = [f"**{theirs.median_ms / ours.median_ms:.2f}x** |" for theirs, ours in both]
+    lines = arms_table(nets, ["FP32", *_TORCHS, *_OURS, *others])
+    columns = [lines[0] + " fastest O5 against fastest torch.amp |", lines[1] + "---|"]
+    return columns + [f"{line} {gain}" for line, gain in zip(lines[2:], gains, strict=True)]
+
+
+def in_short(rows: list[Row]) -> list[str]:
+    """The table of five nets, and a sentence on who is faster where: beyond the spread of both."""
+    nets = {net: by for net, by in by_net(rows).items() if net.split(" (")[0] in _DRAWN}
+    found: dict[str, list[str]] = {"faster": [], "level": [], "slower": []}
+    for net, by in nets.items():
+        theirs, ours = fastest(by)
+        place = 1 - (ours.p80_ms < theirs.p20_ms) + (ours.p20_ms > theirs.p80_ms)
+        gain = theirs.median_ms / ours.median_ms
+        found[[*found][place]].append(f"{net.split(' (')[0]} ({gain:.2f}x)")
+    said = "; ".join(f"{place} for {', '.join(gains) or 'none'}" for place, gains in found.items())
+    return [
+        *times_table(nets),
+        "",
+        f"O5 at its fastest, against torch.amp at its fastest, is {said}. Level: the ranges from "
+        "20th to 80th percentile overlap.",
+        "",
+        conditions_of([row for by in nets.values() for row in by.values()]),
+    ]
 
 
 def nets_tables(rows: list[Row]) -> list[list[str]]:
-    """Of times and gains; of what O5's time and memory are spent on; of fusing; of its parts."""
-    arms = ["FP32", "torch.amp", "torch.amp, compiled", "O4", "O5"]
-    times, spent, fused, parts = [], [], [], []
-    seen = {row.variant for row in rows}
-    arms += [arm for arm in ("O5, compiled", "O2", "O5, graphed") if arm in seen]
-    for net, by in by_net(rows).items():
-        if not {"FP32", "torch.amp", "O5"} <= by.keys():  # a run that was cut off
-            continue
-        o5 = by["O5"].median_ms
-        gains = [f"**{by[arm].median_ms / o5:.2f}x**" for arm in arms[1:3] if arm in by]
-        times.append([net, *(_whole(by.get(arm)) for arm in arms), *gains])
-        kinds = [by[kind].median_ms if kind in by else 0.0 for kind in _KINDS]
-        memory = [f"{by[arm].memory_mib:,.0f}" for arm in ("FP32", "torch.amp", "O5")]
-        spent.append([net, *(f"{kind / o5:.0%}" for kind in (*kinds, sum(kinds))), *memory])
-        if "O5, unfused" in by:
-            ways = [by.get(name) for name in ("O5, unfused", "O5", "O5, recomputed")]
-            memory = ["" if way is None else f"{way.memory_mib:,.0f}" for way in ways]
-            fused.append([net, *map(_whole, ways), *memory])
-        if any(part in by for part in _PARTS):
-            parts.append([net, _whole(by["O5"]), *(_whole(by.get(part)) for part in _PARTS)])
-    gains = ["O5 against torch.amp", "against compiled"]
+    """Of times and gains; of what O5's time is spent on; of memory; of arms beside O5."""
+    nets, spent = by_net(rows), []
+    for net, by in nets.items():
+        shares = [by[kind].median_ms / by["O5"].median_ms if kind in by else 0 for kind in _KINDS]
+        spent.append([net, *(f"{share:.0%}" for share in (*shares, sum(shares)))])
     return [
-        markdown(["net", *(f"{arm}, ms" for arm in arms), *gains], times),
-        markdown(["net", *_KINDS, "together", "tensors, MiB: FP32", "torch.amp", "O5"], spent),
-        markdown(_WAYS, fused),
-        *([markdown(["net", *(f"{arm}, ms" for arm in ("O5", *_PARTS))], parts)] if parts else []),
+        times_table(nets, ["O4", "O2"]),
+        markdown(["net", *_KINDS, "together"], spent),
+        arms_table(nets, ["FP32", *_TORCHS[:3], *_OURS[:2], *_WAYS], "MiB"),
+        *(
+            arms_table(nets, [*beside, *arms], of=arms)
+            for beside, arms in ((["O5"], _WAYS), (["torch.amp", "O5"], _FLOATS), (["O5"], _PARTS))
+            if any(arm in by for arm in arms for by in nets.values())
+        ),
     ]
+
+
+def _mib(row: Row | None) -> str:
+    return "" if row is None else f"{row.memory_mib:,.0f}"
 
 
 def _whole(row: Row | None) -> str:
@@ -196,7 +233,6 @@ def _whole(row: Row | None) -> str:
 
 
 _ARMS = {"FP32": "FP32", "torch.amp": "BF16 by torch.amp", "O5": "BF16 by ampfuse"}
-_DRAWN = ("GPT", "BERT-small", "ViT-S/16", "ConvNeXt-T", "ResNet-50")
 # Text, and a colour for each arm.
 _THEMES = {
     "light": ("#24292f", "#b0b7c0", "#7a8694", "#2f6fdd"),

@@ -57,22 +57,54 @@ class _Logits(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.model(input_ids=x).logits
 
+    def use_no_masks(self) -> None:
+        """Attention by ``is_causal`` alone. transformers builds a mask wherever a model is compiled
+        or captured, with which no flash kernel runs, except for an attention function that has no
+        mask function registered, https://huggingface.co/docs/transformers/attention_interface."""
+        import transformers as hf
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-def text_model(name: str, words: int, tokens: int) -> tuple[nn.Module, int]:
-    """``gpt``, ``bert_small`` or ``lstm_tagger``, and the number of its classes."""
+        hf.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
+        self.model.set_attn_implementation("sdpa_without_mask")
+
+
+# Layers, width, heads and words.
+TEXTS = {
+    "gpt": (6, 384, 6, 16384),
+    "gpt2": (12, 768, 12, 50304),  # 124 M parameters; the words are a multiple of 64
+    "llama": (14, 768, 12, 32000),  # 148 M
+    "bert_small": (4, 512, 8, 16384),  # Turc et al. 2019
+    "bert_base": (12, 768, 12, 30522),
+    "lstm_tagger": (2, 256, 1, 16384),
+}
+
+
+def text_model(name: str, tokens: int, small: bool = False) -> tuple[nn.Module, int, int]:
+    """One of `TEXTS`, the number of its words and that of its classes.
+
+    Arguments:
+        small: two layers, 512 words.
+    """
+    layers, width, heads, words = TEXTS[name]
+    if small:
+        layers, words = 2, 512
     if name == "lstm_tagger":
-        return Tagger(words, 256, 32), 32
+        return Tagger(words, width, 32), words, 32
     import transformers as hf
 
-    if name == "gpt":
-        sizes = {"n_layer": 6, "n_embd": 384, "n_head": 6, "n_positions": tokens}
+    if name.startswith("gpt"):
+        sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": tokens}
         drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         tokens_of = dict.fromkeys(("bos_token_id", "eos_token_id"))
         config = hf.GPT2Config(vocab_size=words, use_cache=False, **sizes, **drop, **tokens_of)
-        return _Logits(hf.GPT2LMHeadModel(config)), words
-    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
-    config = hf.BertConfig(vocab_size=words, intermediate_size=2048, num_labels=2, **sizes)
-    return _Logits(hf.BertForSequenceClassification(config)), 2
+        return _Logits(hf.GPT2LMHeadModel(config)), words, words
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    if name == "llama":
+        sizes |= {"intermediate_size": 8 * width // 3, "max_position_embeddings": tokens}
+        config = hf.LlamaConfig(vocab_size=words, use_cache=False, **sizes)
+        return _Logits(hf.LlamaForCausalLM(config)), words, words
+    config = hf.BertConfig(vocab_size=words, intermediate_size=4 * width, num_labels=2, **sizes)
+    return _Logits(hf.BertForSequenceClassification(config)), words, 2
 
 
 def tiny_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:

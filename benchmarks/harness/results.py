@@ -14,6 +14,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -66,6 +67,7 @@ class Row:
 
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_CASE = attrgetter("case", "threads")
 
 
 def rows_of(
@@ -198,11 +200,14 @@ def options_of(description: str | None, name: str, **flags: str) -> argparse.Nam
 
 
 class Results:
-    """The rows of the cases that `options` want: printed, and in the CSV, as each is measured."""
+    """The rows of the cases that `options` want: printed, and in the CSV, as each is measured; the
+    file's other cases stay."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.rows: list[Row] = []
+        path = options.csv  # whose cases keep their places
+        self._order = [_CASE(row) for row in read(path)] if path.exists() else []
 
     def want(self, name: str) -> bool:
         """Whether `--only` names the case `name`."""
@@ -217,7 +222,8 @@ class Results:
                 flush=True,
             )
         self.rows += rows
-        write(self.options.csv, self.rows)  # now: an interrupted run leaves what it has
+        # Now: an interrupted run leaves what it has.
+        put(self.options.csv, self.rows, _CASE, self._order)
 
     def finish(self) -> None:
         """Say what was written. Raises SystemExit if no case was wanted."""

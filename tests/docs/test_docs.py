@@ -53,35 +53,76 @@ def nets(report):
     return report.read(RESULTS / "nets_cpu.csv")
 
 
-def test_tables_of_training_steps_are_those_of_the_csvs(report, nets):
-    cpus = BENCHMARKS.partition("## GPUs")[0]
-    tables = [(cpus, lines) for lines in report.nets_tables(nets)]
-    headers = [header for _, (header, *_) in tables]
-    assert headers == re.findall(r"\| net \|.*\|", cpus)
-    times, _, *others = report.nets_tables(report.read(RESULTS / "nets_transformers_epyc.csv"))
-    tables += [(OTHER_MACHINES, lines) for lines in (times, *others)]
-    for text, machine in zip(OTHER_MACHINES.split("## A Xeon"), ("epyc", "xeon"), strict=True):
+def test_tables_of_training_steps_are_those_of_the_csvs(report):
+    rows = report.read(RESULTS / "nets_transformers_epyc.csv")
+    epyc, xeon = OTHER_MACHINES.split("## A Xeon")
+    shown = [lines for lines in report.nets_tables(rows) if lines[0] in OTHER_MACHINES]
+    assert [header for header, *_ in shown] == re.findall(r"\| net \|.*\|", epyc)
+    tables = [(epyc, lines) for lines in shown]
+    for text, machine in ((epyc, "epyc"), (xeon, "xeon")):
         paths = RESULTS.glob(f"experiments_e?_{machine}.csv")
-        rows = [row for path in paths for row in records(path)]
-        tables.append((text, report.experiments_table(rows)))
+        experiments = [row for path in paths for row in records(path)]
+        tables.append((text, report.experiments_table(experiments)))
     for text, (header, _, *lines) in tables:
         assert table(text, header) == lines
 
 
-def test_readme_shows_steps_of_the_csv(report, nets):
-    """Five nets, without O4."""
-    times, *_ = report.nets_tables(nets)
-    measured, shown = cells(times[2:]), cells(table(README, "| net |"))
-    assert len(shown) == 5
-    assert all(line in [row[:4] + row[5:] for row in measured] for line in shown)
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"])
+def test_pages_have_the_tables_of_the_csvs(report, page, tmp_path):
+    """Wherever a comment names one: what report.py would write there."""
+    found = tmp_path / "page.md"
+    found.write_text(page.read_text())
+    named = {
+        name.partition(",")[0] for name in re.findall(r"<!-- (\S+\.csv.*) -->", page.read_text())
+    }
+    for path in sorted(RESULTS.glob("*.csv")):
+        if path.name in named:
+            report.fill(found, path)
+    assert "nets_cpu.csv" in named
+    assert found.read_text() == page.read_text()
+
+
+def row_of(case, variant, low, median, high):
+    conditions = dict.fromkeys(("hardware", "isa", "torch", "ampfuse", "date"), "")
+    times = {"p20_ms": low, "median_ms": median, "p80_ms": high, "min_ms": low}
+    return {"case": case, "variant": variant, "threads": 2, "n": 9, **times, **conditions}
+
+
+def test_who_is_faster_is_said_of_the_fastest_arms_beyond_their_spread(report):
+    steps = {
+        "GPT": [("torch.amp", 9, 10, 11), ("torch.amp, expert", 5, 6, 7), ("O5", 3, 4, 4.9)],
+        "ViT-S/16": [("torch.amp", 5, 6, 7), ("O5", 8, 9, 9), ("O5, compiled", 4, 5, 5.1)],
+        "ResNet-50": [("torch.amp", 4, 5, 6), ("O5", 6.1, 8, 9), ("O5, captured", 7, 10, 11)],
+        "VGG16": [("torch.amp", 4, 5, 6), ("O5", 1, 1, 1)],  # not one of the five
+        "BERT-small": [("torch.amp", 4, 5, 6)],  # cut off
+    }
+    rows = [
+        report.Row(**row_of(f"{net} (batch 8)", *arm))
+        for net, arms in steps.items()
+        for arm in arms
+    ]
+    header, _, *lines = report.in_short(rows)
+    arms = ["torch.amp", "torch.amp, expert", "O5", "O5, compiled", "O5, captured"]
+    assert cells([header])[0][1:-1] == [f"{arm}, ms" for arm in arms]
+    assert [line[-1] for line in cells(lines[:3])] == ["**1.50x**", "**1.20x**", "**0.62x**"]
+    assert (
+        "is faster for GPT (1.50x); level for ViT-S/16 (1.20x); slower for ResNet-50 (0.62x)."
+        in lines[4]
+    )
+
+
+def test_compiled_steps_of_the_csv_take_the_memory_of_eager_ones(report, nets):
+    for net, by in report.by_net(nets).items():
+        if "O5, compiled" in by:
+            assert by["O5, compiled"].memory_mib <= 1.05 * by["O5"].memory_mib, net
 
 
 # By what the README calls them.
 ON_A_GPU = {
-    "ResNet-50 (batch 256)": "resnet50-224-256",
-    "ViT-S/16 (batch 256)": "vit_small_patch16_224-224-256",
-    "BERT-small (batch 256, sequence 128)": "bert_small-128-256",
-    "GPT (batch 64, sequence 256)": "gpt-256-64",
+    "ResNet-50 (batch 256)": "ResNet-50 (batch 256, 224x224)",
+    "ViT-S/16 (batch 256)": "ViT-S/16 (batch 256, 224x224)",
+    "BERT-small (batch 256, sequence 128)": "BERT-small (batch 256, sequence 128)",
+    "GPT (batch 64, sequence 256)": "GPT (batch 64, sequence 256)",
 }
 ADAMW = {
     "AdamW step, GPT-2 medium (355 M parameters, BF16)": ("step", "adamw-gpt2-medium-bf16"),
@@ -117,9 +158,9 @@ def test_readme_shows_the_gpus_csvs(report):
         assert f"{amp.median_ms / plain.median_ms:.2f}x ({net})" in text
         if compiled := rows.get((case, "torch.amp, compiled")):
             assert f"{compiled.median_ms:.1f} against {fused.median_ms:.1f} ms ({net}" in text
-    graphed = rows["gpt-256-64", "O5, graphed"].median_ms
-    assert f"GPT, whose step takes {graphed:.1f} ms as [a CUDA graph]" in text
-    more = [rows["resnet50-224-256", arm].memory_mib for arm in ("O5", "torch.amp")]
+    captured = rows["GPT (batch 64, sequence 256)", "O5, captured"].median_ms
+    assert f"GPT, whose step takes {captured:.1f} ms as [a CUDA graph]" in text
+    more = [rows["ResNet-50 (batch 256, 224x224)", arm].memory_mib for arm in ("O5", "torch.amp")]
     assert f"ResNet-50 takes {more[0] / more[1] - 1:.0%} more".replace("%", " %") in text
 
 
