@@ -1,6 +1,6 @@
 """Whole training steps of what people train, under torch's mixed precision and under ampfuse's.
 
-    python benchmarks/nets.py [--device cuda] [--only gpt ...] [--quick] [--no-compile] [--parts]
+    python benchmarks/nets.py [--device cuda] [--only gpt ...] [--quick] [--parts]
     python benchmarks/nets.py --host
 
 A step is forward pass, loss, backward pass and update on one batch of random data: AdamW for what
@@ -15,14 +15,12 @@ runs all nets, one after the other; torch's never import ampfuse. Arms:
                           the attention mask that they build when compiled
     O5                    amp.initialize: a BF16 model with FP32 masters, fused
     O5, compiled          the same, and model.compile()
-    torch.amp, expert, captured; O5, captured; O5, compiled and captured
-                          on a GPU: by mode="reduce-overhead"; ours by make_graphed_step
+    ..., captured         on a GPU: ours by make_graphed_step, the expert's by "reduce-overhead"
     ..., .float() loss    torch.amp and O5 of language models, the loss of logits.float()
     O4, O2                autocast in BF16, ampfuse's optimizer; O5 in FP16, on a GPU
     O5, unfused           without ampfuse.nn.fuse
     O5, recomputed        fused, under ampfuse.nn.recompute_norms; nets with batch norms
-    O5, torch's loss      --parts: with F.cross_entropy of logits in FP32 memory; likewise "O5,
-                          torch's norms" and so on, with that part unfused
+    O5, torch's loss      --parts: of logits in FP32 memory; "norms" and so on: with these unfused
     O5, clipped           --parts: with ampfuse's clip_grad_norm_; "O5, torch's clipping": by
                           torch.nn.utils, of the masters' gradients
 
@@ -328,8 +326,6 @@ def arms_of(net: str, options: Any) -> Arms:
     left_out = ["O5, torch's activations" if net in NORMED else "O5, recomputed"]
     if net not in LANGUAGE:
         left_out += [name for name in arms if ".float()" in name]
-    if options.no_compile:
-        left_out += [name for name in arms if "compiled" in name or "expert" in name]
     arms = {name: arm for name, arm in arms.items() if name not in left_out}
     return arms | {kind: partial(Share, kind) for kind in KINDS}
 
@@ -351,14 +347,17 @@ def rows(
                 steps[arm] = step
             except WorkerError as error:  # keeps no other from being measured
                 print(f"{case:28s} {arm}: not run ({error})")
-        # (A GPU's profiler takes a second for each.)
-        times = measure(steps, 3 if in_a_row and group[0] in KINDS else repeats, 1)
-        times = {arm: values for arm, values in times.items() if any(values)}
-        # (What a graph allocates, the allocator counts at its capture alone.)
-        measured = [arm for arm in steps if arm not in KINDS and "captured" not in arm]
-        memory = {arm: steps[arm].memory_mib() for arm in measured}
-        if times:
-            yield rows_of(device, times, memory_mib=memory, case=case, optimizer=optimizer)
+        try:
+            # (A GPU's profiler takes a second for each.)
+            times = measure(steps, 3 if in_a_row and group[0] in KINDS else repeats, 1)
+            times = {arm: values for arm, values in times.items() if any(values)}
+            # (What a graph allocates, the allocator counts at its capture alone.)
+            measured = [arm for arm in steps if arm not in KINDS and "captured" not in arm]
+            memory = {arm: steps[arm].memory_mib() for arm in measured}
+            if times:
+                yield rows_of(device, times, memory_mib=memory, case=case, optimizer=optimizer)
+        except WorkerError as error:
+            print(f"{case:28s} {', '.join(steps)}: not run ({error})")
         for arm in group:
             workers[arm].clear()
 
@@ -369,7 +368,6 @@ def main() -> None:
     options = options_of(
         __doc__,
         "nets",
-        no_compile="leave out torch.compile",
         parts="also O5 without one part of the fusing, and with clipping",
         host="the host's time for tiny nets, on one thread",
     )
@@ -381,10 +379,8 @@ def main() -> None:
 
         @cache
         def worker_of(arm: str) -> Worker:
-            clock, ours = (
-                HostClock if options.host else Clock,
-                not arm.startswith(("torch", "FP32")),
-            )
+            clock = HostClock if options.host else Clock
+            ours = not arm.startswith(("torch", "FP32"))
             return processes.enter_context(Worker(clock, options.device, with_ampfuse=ours))
 
         for first in (True, False) if in_a_row else (None,):

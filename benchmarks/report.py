@@ -154,7 +154,7 @@ def by_net(rows: list[Row]) -> dict[str, dict[str, Row]]:
     nets: dict[str, dict[str, Row]] = {}
     for row in rows:
         nets.setdefault(row.case, {})[row.variant] = row
-    return {net: by for net, by in nets.items() if {"torch.amp", "O5"} <= by.keys()}
+    return {net: by for net, by in nets.items() if "O5" in by and by.keys() & {*_TORCHS}}
 
 
 def fastest(by: dict[str, Row]) -> tuple[Row, Row]:

@@ -76,6 +76,15 @@ def main(load, monkeypatch):
     return run
 
 
+@pytest.fixture
+def traced(monkeypatch):
+    """What is compiled is traced, and runs as it is."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, mode=None: compiled(call, backend="eager"))
+    yield
+    torch.compiler.reset()
+
+
 def records(path):
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
@@ -359,23 +368,14 @@ def test_steps_of_the_host(main, here, tmp_path):
 
 
 @pytest.mark.slow
-def test_levels_of_the_host_and_parts_of_a_net(main, here, tmp_path):
+def test_levels_of_the_host_and_parts_of_a_net(main, here, traced, tmp_path):
     path = tmp_path / "nets.csv"
     main("nets", "--host", "--quick", "--csv", path)
     assert {row["case"] for row in records(path)} == {"mlp-step", "transformer-step"}
-    main("nets", "--quick", "--parts", "--no-compile", "--only", "resnet18", "--csv", path)
+    main("nets", "--quick", "--parts", "--only", "resnet18", "--csv", path)
     variants = {row["variant"] for row in records(path)}
     assert variants > {"FP32", "O5", "O5, recomputed", "O5, clipped", "convolutions"}
     main("report", path)
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """What is compiled is traced, and runs as it is."""
-    compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda call, mode=None: compiled(call, backend="eager"))
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("net", ["gpt", pytest.param("wrn16_4", marks=pytest.mark.slow)])
