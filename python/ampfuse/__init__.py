@@ -6,8 +6,8 @@
                           masters; LARC
 ``ampfuse.GradScaler``    ``torch.amp.GradScaler`` without the wait
 ``ampfuse.graphs``        a training step as one CUDA graph
-``ampfuse.insight``       what half precision does to each tensor, where an overflow originated, what
-                          a training holds in memory
+``ampfuse.insight``       what half precision does to each tensor, where an overflow originated,
+                          what a training holds in memory
 ``ampfuse.doctor``        where the time goes, and which level to train at
 ``ampfuse.nn``            batch norm, add and ReLU in one pass; ``fuse`` for models as they are
 ``ampfuse.ops``           operations on lists of tensors
