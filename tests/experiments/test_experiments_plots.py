@@ -82,7 +82,7 @@ def test_a_single_run_has_no_deviation_and_nothing_timed_is_no_time(folder):
     assert untimed["time_s_mean"] is untimed["images_per_s_mean"] is None
 
 
-WORDS = "method arm gpu device recipe model data loader loop loss_scale_of torch".split()
+WORDS = "method arm gpu device recipe model data loader loss_scale_of torch".split()
 NUMBERS = "batch_size iterations epochs world_size lr".split()
 DIFFERENCES = {**dict.fromkeys(WORDS, "other"), **dict.fromkeys(NUMBERS, 7), **GRAPH}
 
@@ -281,13 +281,13 @@ def test_lines_of_different_length_say_so(folder):
 def test_different_conditions_make_different_lines(folder):
     for batch in (128, 256):
         folder.add(batch_size=batch)
-        folder.add(batch_size=batch, loop="original", channels_last=False)
+        folder.add(batch_size=batch, loader="workers", workers=2)
         for changes in ({}, GRAPH):
             folder.add(batch_size=batch, method="FP16", arm="O2", **changes)
         for lr in (0.1, 0.2):
             folder.add(batch_size=batch, method="amp", arm="O1", lr=lr)
     figure = figures.against_batch(rows_of(folder), "time")
-    names = ["FP32", "FP32 (original loop)", "FP16", "FP16 (graph)", "amp (lr 0.1)", "amp (lr 0.2)"]
+    names = ["FP32", "FP32 (workers loader, workers 2)", "FP16", "FP16 (graph)", "amp (lr 0.1)", "amp (lr 0.2)"]
     assert legend_of(figure) == names
     looks = {(str(c[0]._dash_pattern), c[0].get_color()) for c in figure.axes[0].containers}
     assert len(looks) == 6
@@ -371,14 +371,14 @@ def e1_on_three(folder: ResultFolder) -> list[results.Row]:
 
 
 def all_arms_at_three_batches(folder: ResultFolder) -> list[results.Row]:
-    """Ten arms, two of them in the original loop too, one diverged."""
+    """Ten arms, two of them with the workers loader too, one diverged."""
     for batch, (place, arm) in itertools.product((128, 256, 512), enumerate(ARMS)):
         common = {"recipe": "e2", "model": "wrn28_10", "arm": arm, "method": arm}
         common |= {"gpu": "Tesla T4", "batch_size": batch}
         common |= {"time_s": 1234.5 / (1 + place), "memory_mb": 1000.0 * (20 - place)}
         folder.add(**common, diverged=divergence() if arm == "O3" else None)
         if arm in ("fp32", "O2"):
-            folder.add(**common, loop="original")
+            folder.add(**common, loader="workers")
     return rows_of(folder)
 
 

@@ -81,10 +81,9 @@ class Arm:
 
     def _torch_optimizer(self) -> Optimizer:
         of = self.settings
-        # The published loops left it at torch's default; at a level ampfuse's takes its place.
-        # torch's fused SGD takes no shards.
-        tuned = of.loop == "tuned" and not (of.fsdp and of.optimizer == "sgd")
-        fused = True if tuned and of.arm not in LEVELS else None
+        # At a level ampfuse's takes its place. torch's fused SGD takes no shards.
+        sharded_sgd = of.fsdp and of.optimizer == "sgd"
+        fused = True if of.arm not in LEVELS and not sharded_sgd else None
         # A captured step reads its rate from the device.
         lr = torch.tensor(of.lr, device=self.device) if of.graph else of.lr
         common: dict[str, Any] = {"lr": lr, "weight_decay": of.weight_decay, "fused": fused}

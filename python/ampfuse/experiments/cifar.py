@@ -21,7 +21,6 @@ from ampfuse.experiments.sweep import main as sweep
 
 _SGD = {"optimizer": "sgd", "momentum": 0.9}
 _HALF = (0.5, 0.5, 0.5)
-_WORKERS = {"loader": "workers", "workers": 2}
 _SIX_STEPS = {"batch_size": 16, "iterations": 6}
 _E3_O3 = {**_SGD, "lr": 0.1}
 
@@ -35,7 +34,6 @@ E1 = Recipe(
         **{"shuffle": False, "augment": False, "mean": _HALF, "std": _HALF},
     },
     cpu={"batch_size": 64, "iterations": 20, "repeats": 3},
-    original={"loader": "workers", "workers": 0},
 )
 E2 = Recipe(
     name="e2",
@@ -46,7 +44,6 @@ E2 = Recipe(
         **{**_SGD, "lr": 0.1, "weight_decay": 5e-4, "schedule": "linear", "warmup": 0.1},
     },
     cpu=_SIX_STEPS,
-    original=_WORKERS,
     ours="the peak rate 0.1, the weight decay 5e-4 (both the Wide-ResNet paper's) and the length "
     "of the warm-up",
 )
@@ -66,7 +63,6 @@ E3 = Recipe(
         ("densenet161", "O3"): _E3_O3,
     },
     cpu=_SIX_STEPS,
-    original=_WORKERS,
     ours="the rates, the clipping norm 1, the schedule, and batch and epochs of SE-ResNeXt50",
 )
 SCRIPT = Script(

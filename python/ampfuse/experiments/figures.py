@@ -44,11 +44,9 @@ class Line(NamedTuple):
 
 
 # Without these alike, two methods cannot be compared: where one is unlike this, its name says so.
-_USUAL: dict[str, object] = {"loop": "tuned", "world_size": 1, "loader": "resident"}
+_USUAL: dict[str, object] = {"world_size": 1, "loader": "resident"}
 _USUAL |= {"channels_last": True, "cudnn_benchmark": True, "graph": False, "deterministic": False}
 _MUST_BE_ALIKE = ("data", "kind", "image_size", "augment", "shuffle", *_USUAL)
-# What "original loop" says already.
-_OF_THE_LOOP = ("loader", "workers", "channels_last", "cudnn_benchmark")
 
 
 def lines(rows: Sequence[Row]) -> list[Line]:
@@ -106,12 +104,11 @@ def _varies(rows: Sequence[Row], name: str) -> bool:
 
 
 def _words(row: Row, names: Sequence[str]) -> list[str]:
-    """What a line's name says of these conditions: "graph", "original loop", "lr 0.1"."""
+    """What a line's name says of these conditions: "graph", "workers loader", "lr 0.1"."""
     words, of = [], row["conditions"]
     for name in names:
         value = of.get(name)
-        said = of.get("loop") == "original" and name in _OF_THE_LOOP
-        if said or value is None or value == _USUAL.get(name):
+        if value is None or value == _USUAL.get(name):
             continue
         if isinstance(value, bool):
             words.append(name if value else f"no {name}")
@@ -120,7 +117,7 @@ def _words(row: Row, names: Sequence[str]) -> list[str]:
     return _different(words)
 
 
-_WORDS = {"loop": "{} loop", "world_size": "{} processes"}
+_WORDS = {"loader": "{} loader", "world_size": "{} processes"}
 _WORDS |= dict.fromkeys(("data", "arm", "device"), "{}")
 
 

@@ -100,7 +100,6 @@ def _note(row: Row) -> str:
     of, notes = row["conditions"], ["re-enactment"]
     notes += [row["note"]] if row["note"] else []
     notes += [f"{of['data']} data"] if of["data"] in ("synthetic", "digits") else []
-    notes += ["the published loop"] if of["loop"] == "original" else []
     notes += ["graph"] if of.get("graph") else []
     notes += [f"{of['world_size']} processes"] if of["world_size"] > 1 else []
     return "; ".join(notes)

@@ -24,7 +24,6 @@ E5 = Recipe(
         **{"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "schedule": "constant"},
     },
     cpu={"epochs": 1},
-    original={"loader": "workers", "workers": 2},
     ours="the optimizer",
 )
 SCRIPT = Script(

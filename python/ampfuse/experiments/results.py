@@ -138,7 +138,7 @@ def _order(row: Row) -> tuple[object, ...]:
     method, of = row["method"], row["conditions"]
     known = METHODS.index(method) if method in METHODS else len(METHODS)
     head = (row["experiment"], row["model"], row["gpu"], known, method, row["batch_size"])
-    return (*head, row["iterations"] or 0, of["loop"] == "original", str(of))
+    return (*head, row["iterations"] or 0, str(of))
 
 
 # ---- choosing ------------------------------------------------------------------------------------

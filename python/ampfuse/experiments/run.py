@@ -175,8 +175,6 @@ class Run:
 
     def _note(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
         """A step has ended."""
-        if self.settings.loop == "original":
-            loss.item()  # the published scripts added it up on the host
         self._clock.mark()
         self._steps.add(loss, loss_scale, skipped)
         self.step += 1

@@ -105,12 +105,6 @@ class Settings:
     seed: int = option(0, "of the first repeat (default: 0)", type=int, metavar="N")
     optimizer: str = option("sgd", choices=("sgd", "adam", "adamw"))
     lr: float = option(0.01, type=positive, metavar="X")
-    loop: str = option(
-        "tuned",
-        "original: that of the published script, as a further row (its loader, the loss read at "
-        "every step, torch's memory format)",
-        choices=("tuned", "original"),
-    )
     loader: str = option(
         "resident",
         "the whole set on the device, or worker processes",
@@ -138,8 +132,8 @@ class Recipe:
 
     `settings` hold for every model and arm; `by_arm` (keyed by model and arm) go over them, and
     `by_epochs` if the user gives the length in epochs. `cpu` makes a run of seconds to minutes on a
-    machine without a GPU. `original` is how the published script loaded its data. Where the
-    write-up does not say a value, the field's usual one stands here and `ours` names it.
+    machine without a GPU. Where the write-up does not say a value, the field's usual one stands
+    here and `ours` names it.
     """
 
     name: str
@@ -149,7 +143,6 @@ class Recipe:
     by_arm: Mapping[tuple[str, str], Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     by_epochs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     cpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    original: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ours: str = ""
 
 
@@ -291,13 +284,12 @@ def _resolved(
 ) -> Settings:
     """The recipe's settings, what suits a CPU over them, and the `wishes` over both."""
     arm, made_up = wishes["arm"], wishes["data"] in MADE_UP
-    original = {"channels_last": False, "cudnn_benchmark": False, **recipe.original}
     in_epochs = "epochs" in wishes and "iterations" not in wishes
     settings: dict[str, Any] = {}
     for layer in (
         recipe.settings,
         recipe.by_arm.get((wishes["model"], arm), {}),
-        original if args.loop == "original" else {"loader": "resident"} if made_up else {},
+        {"loader": "resident"} if made_up else {},
         {"print_freq": 5, **recipe.cpu} if device.type == "cpu" else {},
         recipe.by_epochs if in_epochs else {},
         wishes,
@@ -319,9 +311,8 @@ def _resolved(
     if arm not in HALF_LEVELS:
         settings["keep_batchnorm_fp32"] = None
     if arm not in LEVELS or args.fuse is None:
-        tuned = args.loop != "original" and settings.get("channels_last", True)
         gathered_apart = settings.get("fsdp") and arm in HALF_LEVELS
-        settings["fuse"] = arm in _FUSED and tuned and not gathered_apart
+        settings["fuse"] = arm in _FUSED and settings.get("channels_last", True) and not gathered_apart
     return Settings(**settings)
 
 

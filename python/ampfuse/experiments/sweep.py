@@ -90,7 +90,7 @@ def heading(script: Script, todo: Sequence[Settings], device: torch.device, proc
     return (
         f"{script.title}\n"
         f"{first.model} on {first.data}, batch {batches}, {length}, "
-        f"{first.optimizer} at {first.lr:g}; {methods}; {first.loop} loop.\n"
+        f"{first.optimizer} at {first.lr:g}; {methods}.\n"
         f"On {where}, torch {torch.__version__}."
     )
 
