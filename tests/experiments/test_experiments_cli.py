@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 
-from ampfuse.experiments import SCRIPTS, results, schedule
+from ampfuse.experiments import SCRIPTS, results
+from ampfuse.experiments.run import lr_factor
 from ampfuse.experiments.settings import ARMS, Settings, parse, runs_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -153,7 +154,7 @@ def test_arms():
 
 def test_schedules():
     def factors(name, warmup=0.0):
-        return [schedule.factor(name, step, 12, warmup) for step in range(12)]
+        return [lr_factor(name, step, 12, warmup) for step in range(12)]
 
     assert factors("constant") == [1.0] * 12
     assert factors("linear") == [1 - step / 12 for step in range(12)]

@@ -287,7 +287,14 @@ def test_different_conditions_make_different_lines(folder):
         for lr in (0.1, 0.2):
             folder.add(batch_size=batch, method="amp", arm="O1", lr=lr)
     figure = make_plot.against_batch(rows_of(folder), "time")
-    names = ["FP32", "FP32 (workers loader, workers 2)", "FP16", "FP16 (graph)", "amp (lr 0.1)", "amp (lr 0.2)"]
+    names = [
+        "FP32",
+        "FP32 (workers loader, workers 2)",
+        "FP16",
+        "FP16 (graph)",
+        "amp (lr 0.1)",
+        "amp (lr 0.2)",
+    ]
     assert legend_of(figure) == names
     looks = {(str(c[0]._dash_pattern), c[0].get_color()) for c in figure.axes[0].containers}
     assert len(looks) == 6

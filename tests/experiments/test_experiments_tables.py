@@ -191,7 +191,13 @@ def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     expected = {
         **{"source": "measured", "recipe": "e1", "gpu": "T4", "device": "Tesla T4"},
         **{"method": "FP32", "arm": "fp32", "batch_size": "128", "data": "synthetic"},
-        **{"loader": "resident", "graph": "False", "time_s_mean": "6.0", "time_s_std": "1.0", "n": "3"},
+        **{
+            "loader": "resident",
+            "graph": "False",
+            "time_s_mean": "6.0",
+            "time_s_std": "1.0",
+            "n": "3",
+        },
         **{"torch": "2.14.1", "ampfuse": "0.1.0", "cuda": "13.0", "diverged": "0"},
         **{"memory_kind": "max_memory_allocated", "date": "2026-11-21T04:00:03+00:00"},
     }
