@@ -47,8 +47,8 @@ from report import markdown
 from torch import Tensor, nn
 
 from ampfuse import amp, optim
-from ampfuse.experiments.mlp import squared_error
-from ampfuse.experiments.schedule import factor
+from ampfuse.experiments.arms import squared_error
+from ampfuse.experiments.run import lr_factor
 
 CPU = torch.device("cpu")
 # Of each arm what ``amp.initialize`` is handed, and the optimizer. A task's first is its reference.
@@ -186,7 +186,7 @@ def train(name: str, arm: str, seed: int) -> list[Row]:
     losses, peaks = [], [group["lr"] for group in optimizer.param_groups]
     for step in range(task.steps):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * factor(task.schedule, step, task.steps, warmup=0.1)
+            group["lr"] = peak * lr_factor(task.schedule, step, task.steps, warmup=0.1)
         chosen = torch.randint(len(inputs), (task.batch,), generator=draw)
         loss = task.loss(model(inputs[chosen]).float(), targets[chosen])
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampfuse.experiments.data import sets
+from ampfuse.experiments import data as sets
 
 
 @cache

@@ -48,7 +48,7 @@ _RESULT = {
     "conditions": {
         **{"arm": "fp32", "data": "synthetic", "kind": "cifar10", "loader": "resident"},
         **{"workers": None, "train_size": 2048, "test_size": 512, "image_size": 32},
-        **{"augment": False, "shuffle": False, "loop": "tuned", "channels_last": True},
+        **{"augment": False, "shuffle": False, "channels_last": True},
         **{"cudnn_benchmark": True, "graph": False, "deterministic": False, "lr": 0.01},
         **{"world_size": 1, "device": "Tesla T4"},
         **{"torch": "2.14.1", "ampfuse": "0.1.0", "cuda": "13.0"},

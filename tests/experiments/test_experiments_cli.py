@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 
-from ampfuse.experiments import SCRIPTS, results, schedule
+from ampfuse.experiments import SCRIPTS, results
+from ampfuse.experiments.run import lr_factor
 from ampfuse.experiments.settings import ARMS, Settings, parse, runs_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -48,7 +49,6 @@ AS_2019 = {"arm": "O2", "keep_batchnorm_fp32": True, "loss_scale": 128.0, "data"
 AS_2019 |= {"channels_last": True, "deterministic": True, "epochs": 90, "iterations": None}
 AS_2019 |= {"schedule": "steps", "evaluate": True}
 FOLDERS = ("DIR -a resnet50 {}", "-a resnet50 DIR {}", "{} -a resnet50 DIR")
-ORIGINAL = "cifar --mode FP32 --loop original"
 LINES = {
     # The published scripts', as they stood.
     f"{E1} --mode FP32": {**AS_E1, "arm": "fp32", "method": "FP32", "loss_scale": None},
@@ -81,8 +81,6 @@ LINES = {
         **{"lr": 0.5, "optimizer": "adamw", "schedule": "linear", "dropout": 0.3}
     },
     "cifar --recipe e2 --arm O2 --iterations 7": {"iterations": 7, "epochs": None},
-    ORIGINAL: {"loader": "workers", "workers": 0, "channels_last": False, "cudnn_benchmark": False},
-    "mnist --arm fp32 --loop original": {"workers": 2},
 }
 
 
@@ -156,7 +154,7 @@ def test_arms():
 
 def test_schedules():
     def factors(name, warmup=0.0):
-        return [schedule.factor(name, step, 12, warmup) for step in range(12)]
+        return [lr_factor(name, step, 12, warmup) for step in range(12)]
 
     assert factors("constant") == [1.0] * 12
     assert factors("linear") == [1 - step / 12 for step in range(12)]

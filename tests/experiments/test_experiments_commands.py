@@ -67,22 +67,17 @@ def test_documented_commands(name, data, files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "loop"),
-    [
-        ("FP16", "tuned"),
-        ("FP16", "original"),
-        *(pytest.param(mode, "tuned", marks=pytest.mark.slow) for mode in ("FP32", "amp")),
-    ],
+    "mode",
+    ["FP16", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("FP32", "amp"))],
 )
-def test_e1_as_it_was_called(mode, loop, files, tmp_path, capsys):
-    line = f"cifar --GPU V100 --mode {mode} --batch_size 8 --iteration 2 --repeats 1 --loop {loop}"
+def test_e1_as_it_was_called(mode, files, tmp_path, capsys):
+    line = f"cifar --GPU V100 --mode {mode} --batch_size 8 --iteration 2 --repeats 1"
     result = result_of(f"{line} {files / 'cifar10'}", tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / "V100"]
     assert (result["method"], result["batch_size"], result["iterations"]) == (mode, 8, 2)
     assert f"vgg16 {mode} batch 8: " in capsys.readouterr().out
-    found = [result["conditions"][name] for name in ("loop", "loader", "workers", "channels_last")]
-    ours, theirs = ["tuned", "resident", None, True], ["original", "workers", 0, False]
-    assert found == (ours if loop == "tuned" else theirs)
+    found = [result["conditions"][name] for name in ("loader", "workers", "channels_last")]
+    assert found == ["resident", None, True]
 
 
 def test_time_against_batch_size_in_one_command(tmp_path, monkeypatch, capsys):

@@ -20,8 +20,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import data_files
-from ampfuse.experiments.data import DataError, open_data
-from ampfuse.experiments.data.loaders import Samples
+from ampfuse.experiments.data import DataError, Samples, open_data
 from ampfuse.experiments.settings import Settings
 from cases import never_waiting
 from data_files import no_checksums as no_checksums
@@ -472,14 +471,16 @@ LABELS = "MNIST/raw/t10k-labels-idx1-ubyte"
     ],
 )
 def test_damaged_files(kind, name, change, tmp_path):
-    """A line that says which data set, and what to do."""
+    """A line that says which data set, which file, and what to do."""
     path = tmp_path / name
     if kind == "mnist":
         data_files.write_mnist(path.parent, zipped=name.endswith("gz"))
     else:
         data_files.write_cifar(tmp_path, archived=name.endswith("gz"))
     path.write_bytes(change(path.read_bytes()))
-    refused(f"--data {tmp_path}: .*delete what is damaged", kind=kind, source=tmp_path)
+    named = path.parent if name.startswith("cifar-10-batches-py") else path
+    said = f"--data {tmp_path}: .*delete what is damaged of .*{named}"
+    refused(said, kind=kind, source=tmp_path)
 
 
 def test_more_labels_than_images(tmp_path):

@@ -80,6 +80,7 @@ WRONG = {
         "--graph": "--graph: a CUDA graph needs a GPU",
         "--loss-scale 2 --static-loss-scale 4": "give one of them",
         "there": "give one data folder",
+        "--epochs 1 --iterations 2": "--epochs and --iterations: these name a length each",
         "--device gpu": "--device gpu: give auto, cpu, cuda or cuda:N",
         "--model vgg99": "unknown model 'vgg99': the models are vgg16, wrn28_10, ",
         "--model wrn": "unknown model 'wrn'",
@@ -89,6 +90,10 @@ WRONG = {
         "-b 5000 --arm fp32": "5000",
     },
     "train imagenet --device cpu": {"--arm O2": "--data: give a folder, digits or synthetic"},
+    "train mnist --device cpu": {
+        "--data dgits": "--data dgits: no such folder (--download",
+        "x": "--data x",
+    },
     "demo": {
         "--levels 02": "invalid choice: '02'",
         "--epochs 0": "argument --epochs: 0 is less than 1",
@@ -258,6 +263,6 @@ def test_a_checkpoint_of_something_else(change, said, saved, capsys):
     refused(capsys, f"{TRAIN} --resume other.pt", "--resume: ", said)
 
 
-@pytest.mark.parametrize("path", [".", "file/below", "x" * 300])
+@pytest.mark.parametrize("path", ["missing.pt", ".", "file/below", "x" * 300])
 def test_a_checkpoint_that_is_no_file(path, capsys):
-    refused(capsys, f"{TRAIN} --resume {path}", f"'{path}'")
+    refused(capsys, f"{TRAIN} --resume {path}", f"--resume '{path}': ")

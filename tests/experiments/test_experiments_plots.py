@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from ampfuse.command_line import UsageError
-from ampfuse.experiments import figures, make_plot, make_table, results
+from ampfuse.experiments import make_plot, make_table, results
 from ampfuse.experiments.settings import ARMS
 from experiment_results import ResultFolder, divergence
 from programs import python
@@ -82,7 +82,7 @@ def test_a_single_run_has_no_deviation_and_nothing_timed_is_no_time(folder):
     assert untimed["time_s_mean"] is untimed["images_per_s_mean"] is None
 
 
-WORDS = "method arm gpu device recipe model data loader loop loss_scale_of torch".split()
+WORDS = "method arm gpu device recipe model data loader loss_scale_of torch".split()
 NUMBERS = "batch_size iterations epochs world_size lr".split()
 DIFFERENCES = {**dict.fromkeys(WORDS, "other"), **dict.fromkeys(NUMBERS, 7), **GRAPH}
 
@@ -191,7 +191,7 @@ def test_lines_and_error_bars_are_the_rows(source, folder):
         ("time", "time_s", "training time of 100 iterations, s"),
         ("memory", "memory_mb", "device memory, MB"),
     ):
-        figure = figures.against_batch(rows, kind, std=True)
+        figure = make_plot.against_batch(rows, kind, std=True)
         (axes,) = figure.axes
         labels = [f"{gpu} {method}" for gpu in gpus for method in E1_METHODS]
         lines = drawn_lines(axes)
@@ -201,7 +201,7 @@ def test_lines_and_error_bars_are_the_rows(source, folder):
             sizes = [row["batch_size"] for row in of_line]
             assert (x, y) == (sizes, [row[f"{figure_of}_mean"] for row in of_line])
             assert spread == pytest.approx([row[f"{figure_of}_std"] for row in of_line])
-        (plain,) = figures.against_batch(rows, kind).axes
+        (plain,) = make_plot.against_batch(rows, kind).axes
         assert not any(spread for _, _, spread in drawn_lines(plain).values())
         assert (axes.get_xlabel(), axes.get_ylabel()) == ("batch size", name)
         assert axes.get_xscale() == "log"
@@ -221,7 +221,7 @@ def test_lines_and_error_bars_are_the_rows(source, folder):
 
 def test_one_gpu_is_named_once(folder):
     add_e1(folder, gpus=(CPU,))
-    figure = figures.against_batch(rows_of(folder), "time")
+    figure = make_plot.against_batch(rows_of(folder), "time")
     assert legend_of(figure) == list(E1_METHODS)
     assert figure.legends[0].get_title().get_text() == CPU
 
@@ -229,7 +229,7 @@ def test_one_gpu_is_named_once(folder):
 def test_one_batch_size_makes_points(folder):
     add_e1(folder, batches=(128,))
     folder.add(gpu="A", method="O3", arm="O3", diverged=divergence(3))
-    figure = figures.against_batch(rows_of(folder), "time", std=True)
+    figure = make_plot.against_batch(rows_of(folder), "time", std=True)
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_xticklabels()]
     assert names == [*E1_METHODS, "O3"]
@@ -255,8 +255,8 @@ def test_runs_of_different_length_do_not_mix(runs, said, label, folder, tmp_path
         folder.add(batch_size=batch, iterations=iterations, epochs=float(epochs))
     rows, (number, of) = rows_of(folder), label.split()
     with pytest.raises(UsageError, match=rf"T4 FP32.*\({said}\).*--iteration.*--epochs"):
-        figures.against_batch(rows, "time")
-    (axes,) = figures.against_batch(results.select(rows, **{of: [int(number)]}), "time").axes
+        make_plot.against_batch(rows, "time")
+    (axes,) = make_plot.against_batch(results.select(rows, **{of: [int(number)]}), "time").axes
     assert axes.get_ylabel() == f"training time of {label}, s"
     output = tmp_path / "figures"
     assert make_plot.main(arguments(folder, output)) == 2
@@ -273,7 +273,7 @@ def test_lines_of_different_length_say_so(folder):
     for batch in (128, 256):
         folder.add(batch_size=batch)
         folder.add(batch_size=batch, gpu="V100", iterations=50)
-    figure = figures.against_batch(rows_of(folder), "time")
+    figure = make_plot.against_batch(rows_of(folder), "time")
     assert legend_of(figure) == ["T4 FP32 (100 iterations)", "V100 FP32 (50 iterations)"]
     assert figure.axes[0].get_ylabel() == "training time, s"
 
@@ -281,26 +281,33 @@ def test_lines_of_different_length_say_so(folder):
 def test_different_conditions_make_different_lines(folder):
     for batch in (128, 256):
         folder.add(batch_size=batch)
-        folder.add(batch_size=batch, loop="original", channels_last=False)
+        folder.add(batch_size=batch, loader="workers", workers=2)
         for changes in ({}, GRAPH):
             folder.add(batch_size=batch, method="FP16", arm="O2", **changes)
         for lr in (0.1, 0.2):
             folder.add(batch_size=batch, method="amp", arm="O1", lr=lr)
-    figure = figures.against_batch(rows_of(folder), "time")
-    names = ["FP32", "FP32 (original loop)", "FP16", "FP16 (graph)", "amp (lr 0.1)", "amp (lr 0.2)"]
+    figure = make_plot.against_batch(rows_of(folder), "time")
+    names = [
+        "FP32",
+        "FP32 (workers loader, workers 2)",
+        "FP16",
+        "FP16 (graph)",
+        "amp (lr 0.1)",
+        "amp (lr 0.2)",
+    ]
     assert legend_of(figure) == names
     looks = {(str(c[0]._dash_pattern), c[0].get_color()) for c in figure.axes[0].containers}
     assert len(looks) == 6
     folder.add(model="wrn28_10")
     with pytest.raises(UsageError, match="--model"):
-        figures.against_batch(rows_of(folder), "time")
+        make_plot.against_batch(rows_of(folder), "time")
 
 
 def test_own_and_published_figures_never_share_a_line(folder):
     for batch in E1_BATCHES:
         folder.add(gpu="V100", batch_size=batch)
     both = [*results.select(results.published("e1"), gpu=["V100"]), *rows_of(folder)]
-    lines = drawn_lines(figures.against_batch(both, "time").axes[0])
+    lines = drawn_lines(make_plot.against_batch(both, "time").axes[0])
     assert len(lines) == 4
     assert lines["V100 FP32 (published)"][1] == [3.93, 6.9, 12.97, 25.11, 49.43]
     (ours,) = (label for label in lines if "measured" in label)
@@ -314,7 +321,7 @@ def test_what_is_highest_is_inside(spread, std, folder):
     for batch, value in ((128, 1000.0), (256, 1000.0 * (1 + spread))):
         for repeat in (-1, 1):
             folder.add(batch_size=batch, memory_mb=value + 20 * repeat, repeat=repeat)
-    figure = figures.against_batch(rows_of(folder), "memory", std=std)
+    figure = make_plot.against_batch(rows_of(folder), "memory", std=std)
     FigureCanvasAgg(figure).draw()
     (axes,) = figure.axes
     row = rows_of(folder)[-1]
@@ -325,8 +332,8 @@ def test_what_is_highest_is_inside(spread, std, folder):
 
 def test_nothing_to_draw(folder):
     folder.add(time_s=None)
-    with pytest.raises(figures.NothingToDraw):
-        figures.against_batch(rows_of(folder), "time")
+    with pytest.raises(make_plot.NothingToDraw):
+        make_plot.against_batch(rows_of(folder), "time")
 
 
 # ---- readable ------------------------------------------------------------------------------------
@@ -371,14 +378,14 @@ def e1_on_three(folder: ResultFolder) -> list[results.Row]:
 
 
 def all_arms_at_three_batches(folder: ResultFolder) -> list[results.Row]:
-    """Ten arms, two of them in the original loop too, one diverged."""
+    """Ten arms, two of them with the workers loader too, one diverged."""
     for batch, (place, arm) in itertools.product((128, 256, 512), enumerate(ARMS)):
         common = {"recipe": "e2", "model": "wrn28_10", "arm": arm, "method": arm}
         common |= {"gpu": "Tesla T4", "batch_size": batch}
         common |= {"time_s": 1234.5 / (1 + place), "memory_mb": 1000.0 * (20 - place)}
         folder.add(**common, diverged=divergence() if arm == "O3" else None)
         if arm in ("fp32", "O2"):
-            folder.add(**common, loop="original")
+            folder.add(**common, loader="workers")
     return rows_of(folder)
 
 
@@ -389,7 +396,7 @@ def all_arms_at_three_batches(folder: ResultFolder) -> list[results.Row]:
     ids=lambda function: function.__name__,
 )
 def test_no_text_lies_on_another(kind, rows, folder):
-    figure = figures.against_batch(rows(folder), kind)
+    figure = make_plot.against_batch(rows(folder), kind)
     assert overlaps(figure) == []
     (axes,) = figure.axes
     assert axes.get_ylabel()

@@ -90,17 +90,17 @@ def test_e1_has_means_and_deviations_of_own_runs(folder, capsys):
     assert own(printed(capsys, "e1", "--no-published")) == printed(capsys, "e1", "--no-published")
 
 
-def test_e2_tells_why_a_level_diverged_and_labels_the_published_loop(folder, capsys):
+def test_e2_tells_why_a_level_diverged_and_labels_what_differs(folder, capsys):
     of_e2 = {"recipe": "e2", "model": "wrn28_10", "iterations": 3900, "epochs": 10.0}
     of_e2 |= {"time_s": 1234.5, "data": "cifar10"}
     for changes in (
         {"arm": "O2", "method": "O2"},
         {"arm": "O3", "method": "O3", "memory_mb": 4347.0, "diverged": divergence(31)},
-        {"loop": "original"},
+        {"graph": True},
         {"iterations": 6, "epochs": 6 / 390, "batch_size": 16},
     ):
         folder.add(**of_e2 | changes)
-    short, original, sound, diverged = own(printed(capsys, "e2"))
+    short, graphed, sound, diverged = own(printed(capsys, "e2"))
     assert (sound["time, s"], sound["epochs"], sound["accuracy, %"]) == ("1234", "10", "41")
     assert sound["note"] == "re-enactment"
     assert diverged["method"] == "O3"
@@ -108,7 +108,7 @@ def test_e2_tells_why_a_level_diverged_and_labels_the_published_loop(folder, cap
     assert diverged["memory, MB"] == "4347"
     assert diverged["note"] == "re-enactment; diverged in step 31: the training loss became nan"
     assert "nan" not in {cell for row in (sound, diverged) for cell in row.values()}
-    assert original["note"] == "re-enactment; the published loop"
+    assert graphed["note"] == "re-enactment; graph"
     assert (short["iterations"], short["epochs"]) == ("6", "0.01538")
 
 
@@ -191,7 +191,13 @@ def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     expected = {
         **{"source": "measured", "recipe": "e1", "gpu": "T4", "device": "Tesla T4"},
         **{"method": "FP32", "arm": "fp32", "batch_size": "128", "data": "synthetic"},
-        **{"loop": "tuned", "graph": "False", "time_s_mean": "6.0", "time_s_std": "1.0", "n": "3"},
+        **{
+            "loader": "resident",
+            "graph": "False",
+            "time_s_mean": "6.0",
+            "time_s_std": "1.0",
+            "n": "3",
+        },
         **{"torch": "2.14.1", "ampfuse": "0.1.0", "cuda": "13.0", "diverged": "0"},
         **{"memory_kind": "max_memory_allocated", "date": "2026-11-21T04:00:03+00:00"},
     }

@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,8 @@ pytest.importorskip("tqdm")
 
 from ampfuse._core import EXTENSION as _C
 from ampfuse.command_line import UsageError
-from ampfuse.experiments import cifar, mlp, mnist, sweep
+from ampfuse.experiments import cifar, mlp
+from ampfuse.experiments import run as of_run
 from ampfuse.experiments.arms import build_arm
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.results import rows_of
@@ -52,7 +55,7 @@ def run_of(settings: Settings, folder: Path | None = None, resume: dict | None =
 
 def trained(settings: Settings, folder: Path | None = None, resume: dict | None = None) -> Run:
     run = run_of(settings, folder, resume)
-    run.train(cifar.build)
+    run.train()
     return run
 
 
@@ -75,7 +78,7 @@ def stopped(settings: Settings, step: int, folder: Path) -> dict:
 
     setattr(run, name, and_stop)
     with pytest.raises(KeyboardInterrupt):
-        run.train(cifar.build)
+        run.train()
     return load_checkpoint(folder / "run.pt")
 
 
@@ -116,13 +119,16 @@ class TestRun:
         # Five halvings of this scale until the scaled gradients fit.
         settings = dataclasses.replace(BASE, arm="amp-fp16", method="amp-fp16")
 
-        def with_huge_scale(run: Run) -> object:
-            arm = cifar.build(run)
+        run = run_of(settings)
+        build = run.build
+
+        def with_huge_scale() -> object:
+            arm = build()
             arm.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
             return arm
 
-        run = run_of(settings)
-        run.train(with_huge_scale)
+        run.build = with_huge_scale
+        run.train()
         result = run.result()
         steps = [step for line in result["intervals"] for step in line["overflow_steps"]]
         assert len(steps) == result["skipped_steps"] >= 5
@@ -138,8 +144,8 @@ class TestRun:
             )
             run = run_of(settings)
             torch.manual_seed(0)
-            before = torch.cat([p.flatten() for p in cifar.build(run).bare_model.parameters()])
-            run.train(cifar.build)
+            before = torch.cat([p.flatten() for p in run.build().bare_model.parameters()])
+            run.train()
             after = torch.cat([p.detach().flatten() for p in run.arm.bare_model.parameters()])
             moved = (after.float() - before.float()).norm().item()
             assert least <= moved <= most, (arm, clip)
@@ -177,18 +183,29 @@ class TestResume:
 def test_an_interrupted_command_says_what_is_there(tmp_path, capsys, monkeypatch):
     line = ["--data", "digits", "-b", "64", "--image-size", "16", "--arm", "O5", "fp32"]
     line += ["--repeats", "1", "-o", str(tmp_path), "--GPU", "here", "--iterations", "2"]
+    line += ["--checkpoints"]
     train = Run.train
 
-    def interrupted(run: Run, build: object) -> None:
-        train(run, build)
+    def interrupted(run: Run) -> None:
+        train(run)
         if run.settings.arm == "fp32":
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Run, "train", interrupted)
     assert mlp.main(line) == 130
-    assert "Interrupted; the runs that were finished have their results" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "Interrupted; the runs that were finished have their results" in printed.err
     (result,) = tmp_path.rglob("*.json")
     assert json.loads(result.read_text())["method"] == "O5"
+    # It prints the line that goes on, from the checkpoint of the last run that has one.
+    monkeypatch.setattr(Run, "train", train)
+    again = shlex.split(
+        re.search(r"To go on: python -m ampfuse.experiments.mlp (.+)", printed.out)[1]
+    )
+    assert again[:-2] == line
+    assert mlp.main(again) == 0
+    methods = [json.loads(path.read_text())["method"] for path in tmp_path.rglob("*.json")]
+    assert sorted(methods) == ["O5", "fp32"]
 
 
 class TestDivergence:
@@ -197,7 +214,7 @@ class TestDivergence:
         batches = run.data.test_batches
         run.data.test_batches = lambda: ((x * math.inf, y) for x, y in batches())
         with pytest.raises(Diverged, match="test loss became nan"):
-            run.train(cifar.build)
+            run.train()
 
     def test_o3_says_what_to_do(self, tmp_path, capsys):
         line = ["--data", "digits", "--model", "wrn10_1", "--image-size", "8", "-b", "32"]
@@ -286,8 +303,8 @@ def test_a_run_without_timed_steps():
     run.record.step_ms = []
     result = run.result()
     assert result["time_s"] is None
-    assert sweep.line(result).startswith("wrn10_1 O2 batch 64: loss ")
-    assert "| O2" in sweep.table(rows_of([result]))
+    assert of_run.line(result).startswith("wrn10_1 O2 batch 64: loss ")
+    assert "| O2" in of_run.table(rows_of([result]))
 
 
 def test_memory_of_a_run_is_its_own():
@@ -322,7 +339,7 @@ def test_captured_steps_train_like_eager_ones(arm, optimizer, monkeypatch):
     for graph in (False, True):
         settings = dataclasses.replace(of_mnist, graph=graph)
         runs.append(Run(settings, open_data(settings, device), Place(device)))
-        runs[-1].train(mnist.build)
+        runs[-1].train()
     eager, graphed = runs
     assert graphed.record.losses == pytest.approx(eager.record.losses, rel=1e-3)
     assert graphed.record.skipped_steps == eager.record.skipped_steps

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -34,6 +35,13 @@ def build_arm(settings: Settings, model: nn.Module, loss_of: Loss, device: torch
     half_ops.use(device.type == "cpu" and settings.arm == "amp-fp16")
     kind = _Level if settings.arm in LEVELS else Arm
     return kind(settings, model, loss_of, device)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """To the targets; of images (digits, MNIST) the target is the class as a vector."""
+    if not targets.is_floating_point():
+        targets = F.one_hot(targets, outputs.shape[1]).to(outputs.dtype)
+    return F.mse_loss(outputs, targets)
 
 
 class Arm:
@@ -81,10 +89,9 @@ class Arm:
 
     def _torch_optimizer(self) -> Optimizer:
         of = self.settings
-        # The published loops left it at torch's default; at a level ampfuse's takes its place.
-        # torch's fused SGD takes no shards.
-        tuned = of.loop == "tuned" and not (of.fsdp and of.optimizer == "sgd")
-        fused = True if tuned and of.arm not in LEVELS else None
+        # At a level ampfuse's takes its place. torch's fused SGD takes no shards.
+        sharded_sgd = of.fsdp and of.optimizer == "sgd"
+        fused = True if of.arm not in LEVELS and not sharded_sgd else None
         # A captured step reads its rate from the device.
         lr = torch.tensor(of.lr, device=self.device) if of.graph else of.lr
         common: dict[str, Any] = {"lr": lr, "weight_decay": of.weight_decay, "fused": fused}
@@ -92,6 +99,14 @@ class Arm:
             return torch.optim.SGD(self.model.parameters(), momentum=of.momentum, **common)
         kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[of.optimizer]
         return kind(self.model.parameters(), capturable=of.graph, **common)
+
+    def set_lr(self, lr: float) -> None:
+        """Write `lr` into every group; into its tensor where a captured step reads that."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
     def _step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.optimizer.zero_grad()

@@ -17,11 +17,9 @@ from ampfuse import hardware
 from ampfuse.command_line import at_least, check_installed, check_writable, run_alone
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_plot, make_table
-from ampfuse.experiments.cifar import build
 from ampfuse.experiments.results import rows_of
-from ampfuse.experiments.run import Place
+from ampfuse.experiments.run import Place, table, train_all
 from ampfuse.experiments.settings import LEVELS, Settings, has_tf32
-from ampfuse.experiments.sweep import table, train_all
 
 _COLUMNS = ("method", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
 
@@ -60,7 +58,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     where = f"{device_name(device)}, torch {torch.__version__}"
     print(f"Handwritten digits; {what}, seed {args.seed}. On {where}.", flush=True)
     place = Place(device, label=device_name(device), measure_tensors=True)
-    rows = rows_of(train_all(todo, place, build))
+    rows = rows_of(train_all(todo, place))
     print(table(rows, _COLUMNS))
     print(_NOTES)
     if not has_bf16:

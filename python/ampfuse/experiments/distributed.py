@@ -1,13 +1,16 @@
 """The processes of one training, as ``torchrun`` starts them; alone, a world of one.
 
-torchrun ends the others when one of them fails. Of a model in shards, whole states and whole tests.
+torchrun ends the others when one of them fails. A model is in each process as a copy
+(DistributedDataParallel) or as a share of it (FSDP2); of shares, whole states and whole tests.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,9 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as whole_states
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
-from ampfuse.experiments.arms import Arm
+from ampfuse.command_line import UsageError
+from ampfuse.experiments.settings import HALF_LEVELS, Settings
 
 
 @dataclasses.dataclass
@@ -30,8 +36,7 @@ class World:
 
     @classmethod
     def of_environment(cls) -> World:
-        get = os.environ.get
-        return cls(int(get("RANK", 0)), int(get("WORLD_SIZE", 1)), int(get("LOCAL_RANK", 0)))
+        return cls(*(int(os.environ.get(n, d)) for n, d in _VARIABLES.items()))
 
     @property
     def is_main(self) -> bool:
@@ -65,7 +70,46 @@ class World:
         return everyone
 
 
+_VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+
+
+def check(of: Settings, world: World, device: torch.device) -> None:
+    """Raise UsageError for what does not go together in several processes."""
+    if of.sync_bn and device.type != "cuda":
+        raise UsageError("--sync_bn: torch synchronizes batch norm between GPUs only")
+    if of.graph and world.size > 1:
+        raise UsageError("--graph: capture under torchrun is not supported; leave it out")
+    if of.fsdp and world.size == 1:
+        raise UsageError("--fsdp: one process has nobody to share with; start several by torchrun")
+    if of.fsdp and of.fuse and of.arm in HALF_LEVELS:
+        raise UsageError(
+            f"--fsdp --fuse: at {of.arm} batch norms are gathered apart from the half "
+            "weights, which cannot be fused; leave --fuse out"
+        )
+
+
 # ---- shards --------------------------------------------------------------------------------------
+
+
+def shard(model: nn.Module, *, apart: bool) -> None:
+    """Leave each process a share of `model`, a ResNet, gathered block by block. `apart` are its
+    batch norms, which stay FP32 among half weights: what is gathered together is of one type."""
+    # Scores that are a view of something: nobody writes to them.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    model.to(memory_format=torch.contiguous_format)  # FSDP takes no others; images keep theirs
+    stages = (model.layer1, model.layer2, model.layer3, model.layer4)
+    for block in (*itertools.chain(*stages), model):
+        norms = [m for m in block.modules() if isinstance(m, _BatchNorm)]
+        if apart and (free := [norm for norm in norms if not isinstance(norm, FSDPModule)]):
+            fully_shard(free)
+        fully_shard(block)
+    model.register_forward_pre_hook(_take_buffers_of_main)
+
+
+def _take_buffers_of_main(model: nn.Module, inputs: Any) -> None:
+    """Batch norm's statistics, as DistributedDataParallel does it."""
+    if model.training and (buffers := list(model.buffers())):
+        dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 * 2**20, 0)
 
 
 @contextlib.contextmanager
@@ -84,20 +128,22 @@ def gathered(model: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-def states_of(arm: Arm) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of model and optimizer, those of shards gathered. All processes have to ask."""
-    if not isinstance(arm.bare_model, FSDPModule):
-        return arm.bare_model.state_dict(), arm.optimizer.state_dict()
+def states_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of both, those of shards gathered. All processes have to ask."""
+    if not isinstance(model, FSDPModule):
+        return model.state_dict(), optimizer.state_dict()
     options = whole_states.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return whole_states.get_state_dict(arm.bare_model, arm.optimizer, options=options)
+    return whole_states.get_state_dict(model, optimizer, options=options)
 
 
-def load_states(arm: Arm, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-    """Put `arm` into the states of :func:`states_of`. All processes have to."""
-    if not isinstance(arm.bare_model, FSDPModule):
-        arm.bare_model.load_state_dict(model)
-        arm.optimizer.load_state_dict(optimizer)
+def load_states(
+    model: nn.Module, optimizer: Optimizer, of_model: dict[str, Any], of_optimizer: dict[str, Any]
+) -> None:
+    """Put both into the states of :func:`states_of`. All processes have to."""
+    if not isinstance(model, FSDPModule):
+        model.load_state_dict(of_model)
+        optimizer.load_state_dict(of_optimizer)
         return
-    states = {"model_state_dict": model, "optim_state_dict": optimizer}
+    states = {"model_state_dict": of_model, "optim_state_dict": of_optimizer}
     options = whole_states.StateDictOptions(full_state_dict=True)
-    whole_states.set_state_dict(arm.bare_model, arm.optimizer, **states, options=options)
+    whole_states.set_state_dict(model, optimizer, **states, options=options)

@@ -16,20 +16,18 @@ import io
 import itertools
 import operator
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ampfuse.command_line import UsageError, check_installed, check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.results import EXPERIMENTS, Row, file_name
+from ampfuse.experiments.results import EXPERIMENTS, METHODS, Row, file_name, listed
 from ampfuse.files import atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# Models that stand for their experiment: their figures are named after that alone, as E1 named its.
-_ITS_OWN = {"vgg16", "mnist_cnn", "mlp"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,10 +45,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     check_installed("experiments", "matplotlib")
     output = args.output or args.results / "figures"
     check_writable("--output", output)
-    rows = _rows(args)
-    found = drawn(rows, std=args.plot_std or args.published)
-    written = save(found, output / "published" if args.published else output)
-    print(*written, sep="\n")
+    found = drawn(_rows(args), std=args.plot_std or args.published)
+    print(*save(found, output / "published" if args.published else output), sep="\n")
     return 0
 
 
@@ -61,11 +57,23 @@ def _rows(args: argparse.Namespace) -> list[Row]:
     return results.chosen(rows, args)
 
 
-def figure_name(experiment: str, model: str, what: str) -> str:
-    """The name of a figure's file: "CIFAR - Time", "ImageNet resnet18 - Memory (std)"."""
-    title = EXPERIMENTS.get(experiment, experiment)
-    own = model in _ITS_OWN or experiment == "demo"
-    return file_name(f"{title} - {what}" if own else f"{title} {model} - {what}")
+def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
+    """Every kind of figure for every model, by name ("CIFAR - Time", "ImageNet resnet18 - Memory
+    (std)"); without those for which the results hold nothing."""
+    net, found = operator.itemgetter("experiment", "model"), {}
+    for experiment, model in dict.fromkeys(map(net, rows)):
+        ours = [row for row in rows if net(row) == (experiment, model)]
+        title = EXPERIMENTS.get(experiment, experiment)
+        # These stand for their experiment, as in E1's names; the demo has one model.
+        if model not in ("vgg16", "mnist_cnn", "mlp") and experiment != "demo":
+            title += f" {model}"
+        for bars, kind in itertools.product((False, True) if std else (False,), _KINDS):
+            name = file_name(f"{title} - {kind.title()}{' (std)' * bars}")
+            with contextlib.suppress(NothingToDraw):
+                found[name] = against_batch(ours, kind, std=bars)
+    if not found:
+        raise UsageError("the chosen results hold nothing to draw")
+    return found
 
 
 def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
@@ -79,22 +87,191 @@ def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
     return paths
 
 
-def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
-    """Every kind of figure for every model, by name; without those for which the results hold
-    nothing."""
-    from ampfuse.experiments import figures
+# ---- lines ---------------------------------------------------------------------------------------
 
-    ways = (False, True) if std else (False,)
-    net, found = operator.itemgetter("experiment", "model"), {}
-    for experiment, model in dict.fromkeys(map(net, rows)):
-        ours = [row for row in rows if net(row) == (experiment, model)]
-        for bars, kind in itertools.product(ways, ("time", "memory")):
-            name = figure_name(experiment, model, kind.title() + " (std)" * bars)
-            with contextlib.suppress(figures.NothingToDraw):
-                found[name] = figures.against_batch(ours, kind, std=bars)
-    if not found:
-        raise UsageError("the chosen results hold nothing to draw")
+
+class NothingToDraw(UsageError):
+    """The rows lack what this figure shows."""
+
+
+class Line(NamedTuple):
+    """Rows that belong together: one GPU, one method, one set of conditions."""
+
+    gpu: str
+    name: str  # of the method, and what sets it apart
+    rows: list[Row]
+
+
+# Methods that differ in these cannot be compared unless their names say so. Where a value is the
+# usual one, names do not tell.
+_USUAL = {"world_size": 1, "loader": "resident", "channels_last": True, "cudnn_benchmark": True}
+_USUAL |= {"graph": False, "deterministic": False}
+_MUST_BE_ALIKE = ("data", "kind", "image_size", "augment", "shuffle", *_USUAL)
+_WORDS = {"loader": "{} loader", "world_size": "{} processes"}
+_WORDS |= dict.fromkeys(("data", "arm", "device"), "{}")
+
+
+def lines(rows: Sequence[Row]) -> list[Line]:
+    """The lines that `rows`, of one model, make. Raises UsageError if the runs of one have neither
+    iterations nor epochs in common."""
+    if len(models := _different(row["model"] for row in rows)) > 1:
+        raise UsageError(f"rows of {', '.join(models)} in one figure: choose one with --model")
+    everywhere = [name for name in _MUST_BE_ALIKE if _varies(rows, name)]
+    parts = []
+    for together in _grouped(rows, lambda row: (row["source"], row["gpu"], row["method"])):
+        # What follows the batch size (a rate, say) sets none apart.
+        at_one_batch = _grouped(together, lambda row: row["batch_size"])
+        of = together[0]["conditions"]
+        names = everywhere + [n for n in of if any(_varies(same, n) for same in at_one_batch)]
+        for members in _grouped(together, lambda row, names=names: str(_words(row, names))):
+            parts.append((members, _words(members[0], names)))
+    several_sources = len(_different(row["source"] for row in rows)) > 1
+    several_lengths = len(_different(_length(members) for members, _ in parts)) > 1
+    found = []
+    for members, words in parts:
+        first = members[0]
+        words += [first["source"]] * several_sources + [_length(members)] * several_lengths
+        name = first["method"] + f" ({', '.join(words)})" * bool(words)
+        found.append(Line(first["gpu"], name, sorted(members, key=lambda row: row["batch_size"])))
     return found
+
+
+def _length(rows: Sequence[Row]) -> str:
+    """What the runs of a line have in common: "100 iterations", or else "2 epochs"."""
+    different = []
+    for unit in ("iterations", "epochs"):
+        lengths = sorted({row[unit] for row in rows} - {None})
+        different.append(f"{listed(lengths)} {unit}")
+        if len(lengths) == 1:
+            return different[-1]
+    first = rows[0]
+    raise UsageError(
+        f"{first['gpu']} {first['method']} of {first['model']}: runs of different length "
+        f"({'; '.join(different)}) do not go into one line: choose with --iteration N or --epochs N"
+    )
+
+
+def _different(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _grouped(rows: Sequence[Row], key: Callable[[Row], object]) -> list[list[Row]]:
+    return [[row for row in rows if key(row) == one] for one in _different(map(key, rows))]
+
+
+def _varies(rows: Sequence[Row], name: str) -> bool:
+    return len({str(row["conditions"].get(name)) for row in rows}) > 1
+
+
+def _words(row: Row, names: Sequence[str]) -> list[str]:
+    """What a line's name says of these conditions: "graph", "workers loader", "lr 0.1"."""
+    words = []
+    for name in _different(names):
+        value = row["conditions"].get(name)
+        if isinstance(value, bool) and value != _USUAL.get(name):
+            words.append(name if value else f"no {name}")
+        elif value is not None and value != _USUAL.get(name):
+            words.append(_WORDS.get(name, f"{name} {{}}").format(listed([value])))
+    return words
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+_KINDS = {"time": ("time_s", "training time", "s"), "memory": ("memory_mb", "device memory", "MB")}
+_DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3)), (0, (8, 2, 2, 2)))
+_MARKERS = "os^Dv<>ph"
+
+
+def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figure:
+    """Training "time", or "memory" in MB of 10^6 bytes, against batch size: a line per GPU and
+    method; of one batch size, points over methods. All rows are of one model.
+
+    `std` shows the sample standard deviation of the repeats as error bars.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    column, what, unit = _KINDS[kind]
+    mean, rows = f"{column}_mean", [row for row in rows if row["batch_size"]]
+    batches = sorted({row["batch_size"] for row in rows if row[mean]})
+    if not batches:
+        raise NothingToDraw("the results lack what this figure shows")
+    found = lines([row for row in rows if row[mean] or row["diverged"]])
+    lengths = _different(_length(line.rows) for line in found)
+    if kind == "time" and len(lengths) == 1:
+        what += f" of {lengths[0]}"
+    if kind == "memory" and {row["memory_kind"] for row in rows} == {"process RSS"}:
+        what = "memory of the process"
+    names = _different(line.name for line in found)
+    figure = Figure(figsize=(7.0, 3.8), layout="constrained")  # inches: a notebook's column
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    for line, style in zip(found, _styles_of(found), strict=True):
+        places = [row["batch_size"] if batches[1:] else names.index(line.name) for row in line.rows]
+        points = [(x, row) for x, row in zip(places, line.rows, strict=True) if row[mean]]
+        for x, row in zip(places, line.rows, strict=True):
+            if not row[mean]:
+                said = f"  {row['method']} diverged"
+                axes.text(x, 0, said, rotation=90, va="bottom", fontsize=6.5)
+        errors = [row[f"{column}_std"] or 0.0 for _, row in points] if std else None
+        axes.errorbar([x for x, _ in points], [row[mean] for _, row in points], errors, **style)
+    if len(batches) > 1:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        rotation = 90 if len(names) > 6 else 0
+        axes.set_xticks(range(len(names)), names, rotation=rotation, fontsize=8)
+        axes.margins(x=0.1)
+    axes.set(xlabel="batch size" if len(batches) > 1 else "", ylabel=f"{what}, {unit}")
+    axes.set_ylim(0, 1.05 * axes.dataLim.y1)  # room for the marker and cap at the top
+    at = f", batch size {batches[0]}" if len(batches) == 1 else ""
+    title = f"{_title_of(rows)}: {what}{at}" + ", mean ± standard deviation" * std
+    figure.suptitle(textwrap.fill(title, 84), fontsize=10)
+    _add_legend(figure, _different(line.gpu for line in found))
+    return figure
+
+
+def _styles_of(found: Sequence[Line]) -> list[dict[str, Any]]:
+    """Label and look. Colour is the GPU's and dash the method's; with one GPU both are the
+    method's."""
+    gpus, names = _different(line.gpu for line in found), _different(line.name for line in found)
+    styles = []
+    for line in found:
+        dash = names.index(line.name)
+        number = color = gpus.index(line.gpu) if len(gpus) > 1 else dash
+        if len(gpus) == 1 and line.name in METHODS:  # one colour in every figure
+            color = METHODS.index(line.name)
+        style = {"color": f"C{color % 10}", "marker": _MARKERS[number % len(_MARKERS)]}
+        style |= {"linestyle": _DASHES[dash % len(_DASHES)], "markersize": 5, "capsize": 2}
+        styles.append({"label": f"{line.gpu} {line.name}".strip(), **style})
+    return styles
+
+
+def _add_legend(figure: Figure, gpus: Sequence[str]) -> None:
+    """Below the axes, where it hides nothing; a single GPU is named once, above it."""
+    alone = gpus[0] if len(gpus) == 1 else ""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    labels = [textwrap.fill(label.removeprefix(f"{alone} "), 44) for label in labels]
+    longest = max(len(part) for label in labels for part in label.split("\n"))
+    # Of several GPUs, each has a column, if there is room for its labels.
+    columns = min(max(1, int(100 / (longest + 9))), len(labels), 4 if alone else len(gpus))
+    look = {"loc": "outside lower center", "frameon": False, "handlelength": 3.6, "fontsize": 8}
+    look |= {"title": textwrap.fill(alone, 80), "title_fontsize": 8, "ncols": columns}
+    figure.legend(handles, labels, **look)
+    figure.set_figheight(figure.get_figheight() + 0.2 * (-(-len(labels) // columns) + 1))
+
+
+def _title_of(rows: Sequence[Row]) -> str:
+    """What was trained on what, and whose figures these are."""
+    own = [row for row in rows if row["source"] == "measured"]
+    if not own:
+        return f"{rows[0]['model']}, published figures"
+    of = own[0]["conditions"]
+    data = f"synthetic {of['kind']}" if of["data"] == "synthetic" else of["data"]
+    alike = not _varies(own, "data") and not _varies(own, "kind")
+    return f"{rows[0]['model']} on {data}" if alike else rows[0]["model"]
 
 
 main = functools.partial(run_alone, sys.modules[__name__])

@@ -64,46 +64,38 @@ def _own_rows(args: argparse.Namespace) -> list[Row]:
 def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     """`rows` as a Markdown table of `columns`, or of all that say something, and what they mean."""
     columns = columns or _PUBLISHED
-    found = {name: [_escaped(CELLS[name](row)) for row in rows] for name in columns}
-    names = [name for name in columns if any(found[name]) or name == "note"]
     parts = []
-    for name in names:
-        width = max(map(len, (name, *found[name])))
-        parts.append([text.ljust(width) for text in (name, "-" * width, *found[name])])
+    for name in columns:
+        found = [" ".join(CELLS[name](row).replace("|", "\\|").split()) for row in rows]
+        if any(found) or name == "note":
+            width = max(map(len, (name, *found)))
+            parts.append([text.ljust(width) for text in (name, "-" * width, *found)])
     text = "\n".join("| " + " | ".join(line) + " |" for line in zip(*parts, strict=True))
-    return "\n\n".join([text, *_explanation(rows)])
-
-
-def _escaped(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
-
-
-def _explanation(rows: Sequence[Row]) -> list[str]:
     own = [row for row in rows if row["runs"]]
-    if not own:
-        return []
+    return text + (_explanation(own) if own else "")
+
+
+def _explanation(own: Sequence[Row]) -> str:
     kinds = sorted({row["memory_kind"] for row in own})
     versions = "torch {torch}, ampfuse {ampfuse}"
     versions = sorted({versions.format(**row["conditions"]) for row in own})
     dates = sorted(row["date"][:10] for row in own)
-    return [
-        "Measured here: time of training, without warm-up and evaluation; memory by "
+    return (
+        "\n\nMeasured here: time of training, without warm-up and evaluation; memory by "
         f"{' or '.join(kinds)}, 1 MB being 10^6 bytes; ± is the sample standard deviation of n "
         f"repeats. {'; '.join(versions)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
-    ]
+    )
 
 
 def _note(row: Row) -> str:
     """Why figures are missing, and all that sets a measured row apart from the published ones."""
     if row["source"] == "published":
         return row["note"] or ""
-    of, notes = row["conditions"], ["re-enactment"]
-    notes += [row["note"]] if row["note"] else []
+    of, notes = row["conditions"], ["re-enactment", row["note"]]
     notes += [f"{of['data']} data"] if of["data"] in ("synthetic", "digits") else []
-    notes += ["the published loop"] if of["loop"] == "original" else []
     notes += ["graph"] if of.get("graph") else []
     notes += [f"{of['world_size']} processes"] if of["world_size"] > 1 else []
-    return "; ".join(notes)
+    return "; ".join(filter(None, notes))
 
 
 def _device(row: Row) -> str:
@@ -159,9 +151,8 @@ _PUBLISHED = list(CELLS)[:-4]
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """One line per row, all that :func:`results.record` has of it."""
-    records = [results.record(row) for row in rows]
-    text = io.StringIO()
+    """One line per row, all that :func:`results.records` has of it."""
+    records, text = results.records(rows), io.StringIO()
     names = list(dict.fromkeys(name for record in records for name in record))
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()

@@ -3,7 +3,7 @@
     python -m ampfuse.experiments.mnist --arm fp32 amp-fp16 O2
     python -m ampfuse.experiments.mnist --data digits --epochs 10
 
-The CNN of E5 of docs/experiments.md, built as the networks of :mod:`cifar`.
+The CNN of E5 of docs/experiments.md.
 """
 
 from __future__ import annotations
@@ -11,29 +11,19 @@ from __future__ import annotations
 import functools
 import sys
 
-from ampfuse.experiments.cifar import build
+from ampfuse.experiments.run import sweep
 from ampfuse.experiments.settings import Recipe, Script
-from ampfuse.experiments.sweep import main as sweep
 
 E5 = Recipe(
     name="e5",
     title="A small CNN on MNIST (T4, 2022)",
     models=("mnist_cnn",),
-    settings={
-        **{"batch_size": 512, "epochs": 20, "image_size": 28, "augment": False},
-        **{"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "schedule": "constant"},
-    },
+    settings={"batch_size": 512, "epochs": 20, "image_size": 28, "optimizer": "adam", "lr": 1e-3},
     cpu={"epochs": 1},
-    original={"loader": "workers", "workers": 2},
     ours="the optimizer",
 )
-SCRIPT = Script(
-    name="mnist",
-    title="A small CNN on MNIST.",
-    recipes=(E5,),
-)
-
-main = functools.partial(sweep, SCRIPT, build)
+SCRIPT = Script("mnist", "A small CNN on MNIST.", recipes=(E5,))
+main = functools.partial(sweep, SCRIPT)
 
 if __name__ == "__main__":
     sys.exit(main())

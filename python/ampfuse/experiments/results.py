@@ -1,8 +1,5 @@
-"""Result files and published figures, read as rows of one form.
-
-:func:`measured` reads the result files below a folder, :func:`published` the figures of a write-up,
-:func:`select` chooses among rows, :func:`chosen` by a command's flags, :func:`frame` makes a pandas
-DataFrame of them. Every row says which of the two it is (``source``); nothing here mixes them.
+"""Result files (:func:`measured`) and figures of write-ups (:func:`published`), read as rows of one
+form. Every row says which of the two it is (``source``); nothing here mixes them.
 
 A row is one configuration: a published line, or all repeats of a measured one. It is a dictionary
 with a value, or None, for each of :data:`COLUMNS`; figures have a mean over the repeats and their
@@ -49,33 +46,31 @@ COLUMNS += ("images_per_s_min", "images_per_s_max", "n", "note")
 COLUMNS += ("memory_kind", "diverged", "skipped_steps", "scale", "date")  # of own rows
 
 
-def record(row: Row) -> dict[str, Any]:
-    """`row` without its runs, as one flat dictionary: what a CSV or a DataFrame holds."""
-    return {**{name: row[name] for name in COLUMNS}, **row["conditions"]}
+def records(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """`rows` without their runs, as flat dictionaries: what a CSV or a DataFrame holds."""
+    return [{**{name: row[name] for name in COLUMNS}, **row["conditions"]} for row in rows]
 
 
 def frame(rows: Iterable[Row]) -> pandas.DataFrame:
     """`rows` as a DataFrame."""
     import pandas
 
-    return pandas.DataFrame([record(row) for row in rows])
+    return pandas.DataFrame(records(rows))
 
 
 def published(recipe: str) -> list[Row]:
     """The figures of write-up `recipe` ("e1" to "e5"), as they were published."""
     file = resources.files("ampfuse.experiments") / "published" / f"{recipe}.csv"
     empty: Row = {**dict.fromkeys(COLUMNS), "gpu": "", "conditions": {}, "runs": []}
-    with file.open(newline="") as lines:
-        return [
-            {**empty, **{name: _value(text) for name, text in line.items() if text}}
-            for line in csv.DictReader(lines)
-        ]
-
-
-def _value(text: str) -> str | int | float:
-    with contextlib.suppress(ValueError):
-        return json.loads(text)
-    return text
+    rows = []
+    for line in csv.DictReader(file.read_text().splitlines()):
+        rows.append(dict(empty))
+        for name, text in line.items():
+            if text:
+                rows[-1][name] = text
+                with contextlib.suppress(ValueError):
+                    rows[-1][name] = json.loads(text)
+    return rows
 
 
 def measured(folder: str | Path = "results") -> list[Row]:
@@ -109,8 +104,7 @@ def rows_of(runs: Iterable[Result]) -> list[Row]:
     for run in sorted(runs, key=lambda run: run["finished"]):
         key = repr([*(run[name] for name in _SHARED), sorted(run["conditions"].items())])
         groups.setdefault(key, {})[run["repeat"], run["seed"]] = run
-    rows = [_row_of([*group.values()]) for group in groups.values()]
-    return sorted(rows, key=_order)
+    return sorted((_row_of([*group.values()]) for group in groups.values()), key=_order)
 
 
 def _row_of(runs: list[Result]) -> Row:
@@ -118,7 +112,9 @@ def _row_of(runs: list[Result]) -> Row:
     last, sound = runs[-1], [run for run in runs if not run["diverged"]]
     diverged = [run["diverged"] for run in runs if run["diverged"]]
     row: Row = {"source": "measured", "platform": None, "n": len(runs), "note": ""}
-    row |= {name: last[name] for name in (*_SHARED, "memory_kind", "skipped_steps")}
+    row |= {name: last[name] for name in (*_SHARED, "memory_kind", "skipped_steps", "conditions")}
+    row |= {"diverged": len(diverged), "scale": last["loss_scale"], "date": last["finished"]}
+    row["runs"] = sorted(runs, key=lambda run: run["repeat"])
     for name in _FIGURES:
         values = [run[name] for run in (runs if name == "memory_mb" else sound)]
         values = [value for value in values if value is not None]
@@ -126,19 +122,17 @@ def _row_of(runs: list[Result]) -> Row:
         row[f"{name}_std"] = statistics.stdev(values) if values[1:] else None
     for name, of in (("images_per_s_min", min), ("images_per_s_max", max)):
         row[name] = of((run[name] for run in sound if run["images_per_s"]), default=None)
-    row |= {"diverged": len(diverged), "scale": last["loss_scale"], "date": last["finished"]}
     if diverged:
         some = f"{len(diverged)} of {len(runs)} " if len(runs) > 1 else ""
         row["note"] = f"{some}diverged in step {diverged[0]['step']}: {diverged[0]['reason']}"
-    runs = sorted(runs, key=lambda run: run["repeat"])
-    return {**row, "conditions": last["conditions"], "runs": runs}
+    return row
 
 
 def _order(row: Row) -> tuple[object, ...]:
-    method, of = row["method"], row["conditions"]
+    method = row["method"]
     known = METHODS.index(method) if method in METHODS else len(METHODS)
     head = (row["experiment"], row["model"], row["gpu"], known, method, row["batch_size"])
-    return (*head, row["iterations"] or 0, of["loop"] == "original", str(of))
+    return (*head, row["iterations"] or 0, str(row["conditions"]))
 
 
 # ---- choosing ------------------------------------------------------------------------------------
@@ -157,10 +151,9 @@ _WISHES: dict[str, tuple[str, type, str]] = {
 
 
 def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
-    """The `rows` that fit `wishes`: lists by the name of a column (recipe, experiment, model, gpu,
-    method, batch_size, iterations, epochs); an empty one does not restrict. Order: GPUs and methods
-    as given, then as it was. Raises UsageError if a value fits no row; the message says what is
-    there."""
+    """The `rows` that fit `wishes`: lists by the name of a column of :data:`_WISHES`; an empty one
+    does not restrict. Order: GPUs and methods as given, then as it was. Raises UsageError if a
+    value fits no row; the message says what is there."""
     found = list(rows)
     for field, wanted in wishes.items():
         there = list(dict.fromkeys(row[field] for row in found))
@@ -176,8 +169,7 @@ def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
 
 
 def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
-    """The flags that choose results, the same in every command that shows them; with that of
-    recipes, or without."""
+    """The flags that choose results, the same in every command that shows them."""
     for field, (flag, kind, what) in _WISHES.items():
         if field != "recipe" or recipe:
             options = {"type": kind, "metavar": field.upper(), "help": f"{what} (default: all)"}

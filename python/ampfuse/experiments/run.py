@@ -1,4 +1,4 @@
-"""One run while it trains: its loop, its clock, its log, its checkpoint, and at the end its result.
+"""The runs of a command: each one's loop, clock, log, checkpoint and result, then the table of all.
 
 The loop of all experiments is :meth:`Run.train`. The host does not wait for the device between the
 ends of intervals (``--print-freq`` steps): losses, scales and skips are gathered there, and times
@@ -7,43 +7,49 @@ are its events.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import datetime
+import io
 import json
 import math
+import operator
+import shlex
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ampfuse
-from ampfuse.command_line import UsageError
-from ampfuse.devices import device_name
-from ampfuse.experiments import models, schedule
-from ampfuse.experiments.arms import Arm
-from ampfuse.experiments.data import Data
-from ampfuse.experiments.distributed import World, gathered, load_states, states_of
-from ampfuse.experiments.results import FORMAT, Result, file_name
-from ampfuse.experiments.settings import Settings
+from ampfuse.command_line import UsageError, check_installed, check_writable, status_of
+from ampfuse.devices import choose_device, device_name
+from ampfuse.experiments import distributed, make_table, models
+from ampfuse.experiments.arms import Arm, build_arm, squared_error
+from ampfuse.experiments.data import Data, open_data
+from ampfuse.experiments.distributed import World
+from ampfuse.experiments.results import FORMAT, Result, Row, file_name, listed, rows_of
+from ampfuse.experiments.settings import ARMS, MADE_UP, Script, Settings, parse, runs_of
 from ampfuse.files import atomic
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, StepClock, StepLog, TensorMemory
 
-Build = Callable[["Run"], Arm]  # the network of a run, with an optimizer, in its precision
 _WARM_UP_STEPS = 2
+_DIVERGED = 3  # the exit status; status_of has the others
 
 
+@dataclasses.dataclass(eq=False)
 class Diverged(Exception):
     """The run left the finite numbers in step `step` (from 1)."""
 
-    def __init__(self, step: int, reason: str) -> None:
-        super().__init__(reason)
-        self.step, self.reason = step, reason
+    step: int
+    reason: str
 
 
 @dataclasses.dataclass
@@ -57,6 +63,7 @@ class Place:
     checkpoints: bool = False  # one at the end of each epoch
     profile: bool = False
     measure_tensors: bool = False  # memory is what the tensors of the first steps took
+    saved: Path | None = None  # the last checkpoint
 
 
 @dataclasses.dataclass
@@ -94,7 +101,6 @@ class Run:
         self.device, self.world = place.device, place.world
         self.stem = place.folder and place.folder / name  # of the run's files
         self.seed = settings.seed + settings.repeat
-        self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         of_epochs = (settings.epochs or math.inf) * data.batches_per_epoch
         self.total = int(min(settings.iterations or math.inf, of_epochs))
         self.step = resume["step"] if resume else 0
@@ -107,60 +113,69 @@ class Run:
         torch.backends.cudnn.deterministic = settings.deterministic
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
 
-    def network(self) -> nn.Module:
-        """A new network of the settings, for the images of the data, on the device."""
+    def build(self) -> Arm:
+        """A new network with an optimizer, in the precision of the run's arm: alone, as a copy in
+        each process, or as a share of it."""
         of, data = self.settings, self.data
+        distributed.check(of, self.world, self.device)
         sizes = {name: getattr(data, name) for name in ("classes", "channels", "image_size")}
         try:
             model = models.build(of.model, dropout=of.dropout, **sizes)
         except ValueError as error:
             raise UsageError(f"--model {of.model}: {error}") from error
-        return model.to(self.device, memory_format=self.layout)
+        layout = torch.channels_last if of.channels_last else torch.contiguous_format
+        model.to(self.device, memory_format=layout)
+        if of.sync_bn:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if of.fsdp:
+            distributed.shard(model, apart=of.arm in distributed.HALF_LEVELS)
+        loss_of = squared_error if of.model == "mlp" else F.cross_entropy
+        arm = build_arm(of, model, loss_of, self.device)
+        if self.world.size > 1 and not of.fsdp:
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            arm.model = nn.parallel.DistributedDataParallel(arm.model, device_ids=ids)
+        return arm
 
     # ---- the training ----------------------------------------------------------------------------
 
-    def train(self, build: Build) -> None:
-        """Train what `build` makes to the end of the run, and test and save after each epoch.
-        Raises Diverged."""
-        self.arm = arm = self._start(build)
-        with self._progress() as self._bar, self._profile():
+    def train(self) -> None:
+        """Train to the end of the run, and test and save after each epoch. Raises Diverged."""
+        from tqdm import tqdm
+
+        self.arm = arm = self._start()
+        of, hidden = self.settings, None if self.world.is_main else True  # None: unless a terminal
+        title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
+        progress = {"total": self.total, "initial": self.step, "leave": False, "disable": hidden}
+        with tqdm(desc=title, **progress) as self._bar, self._profile():
             self._clock.resume()
             while self.step < self.total:
                 epoch, start = divmod(self.step, self.data.batches_per_epoch)
                 left = self.total - self.step
                 for inputs, targets in islice(self.data.train_batches(epoch, start), left):
-                    schedule.set_lr(arm.optimizer, self._lr(self.step))
+                    arm.set_lr(self._lr(self.step))
                     self._note(*arm.step(inputs, targets))  # nothing here waits for the device
                 self._end_epoch()
 
-    def _start(self, build: Build) -> Arm:
-        """The arm to train, put where the checkpoint left it. `build` makes it, twice: libraries
-        choose and compile kernels in the first steps, which another model makes off the clock."""
+    def _start(self) -> Arm:
+        """The arm to train, put where the checkpoint left it. It is built twice: libraries choose
+        and compile kernels in the first steps, which another model makes off the clock."""
         world, measure = self.world, self.place.measure_tensors
         self.memory.release()
         torch.manual_seed(self.seed)
         with TensorMemory(self.device) if measure else contextlib.nullcontext() as tensors:
-            rehearsal = build(self)
+            rehearsal = self.build()
             for batch in islice(self.data.train_batches(0), _WARM_UP_STEPS):
                 rehearsal._step(*batch)
         del rehearsal
         self._tensors = tensors and int(tensors.mib * 2**20)
         self.memory.start()
         torch.manual_seed(self.seed)  # every arm starts from the same weights
-        arm = build(self)
+        arm = self.build()
         if world.size > 1:  # all start from the same weights; each draws its own random numbers
             torch.manual_seed(self.seed + 1000 * world.rank)
         if self.resume:
             _restore(arm, self.resume, world.rank)
         return arm
-
-    def _progress(self) -> Any:
-        from tqdm import tqdm
-
-        of = self.settings
-        hidden = None if self.world.is_main else True  # None: unless a terminal
-        title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
-        return tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
 
     def _profile(self) -> contextlib.AbstractContextManager[Any]:
         if not (self.place.profile and self.stem and self.world.is_main):
@@ -171,12 +186,10 @@ class Run:
 
     def _lr(self, step: int) -> float:
         of = self.settings
-        return of.lr * schedule.factor(of.schedule, step, self.total, of.warmup)
+        return of.lr * lr_factor(of.schedule, step, self.total, of.warmup)
 
     def _note(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
         """A step has ended."""
-        if self.settings.loop == "original":
-            loss.item()  # the published scripts added it up on the host
         self._clock.mark()
         self._steps.add(loss, loss_scale, skipped)
         self.step += 1
@@ -191,35 +204,27 @@ class Run:
         """Test, if the settings say so, and save, if the command does."""
         record = self.record
         if self.settings.evaluate:
-            test = self.test()
+            with distributed.gathered(self.arm.bare_model):
+                sums = self.arm.test(self.data.test_batches())
+            loss, right, images = self.world.sum(sums)
+            accuracy = right / images if self.data.classes else None
+            test = {"loss": loss / images, "accuracy": accuracy}
             record.memory_bytes = max(record.memory_bytes, self._memory())
             record.evaluations.append({"step": self.step, "time_s": record.time_s, **test})
-            self._bar.set_postfix({"test accuracy": test["accuracy"]})
+            self._bar.set_postfix({"test accuracy": accuracy})
             if not math.isfinite(test["loss"]):
                 raise Diverged(self.step, f"the test loss became {test['loss']}")
         if self.place.checkpoints:
             self.save()
         self._clock.resume()
 
-    def test(self) -> dict[str, Any]:
-        """Loss and accuracy over the whole test set, all processes' shares together; no accuracy
-        where there are no classes."""
-        arm, classes = self.arm, self.data.classes
-        with gathered(arm.bare_model):
-            sums = arm.test(self.data.test_batches())
-        loss, right, images = self.world.sum(sums)
-        return {"loss": loss / images, "accuracy": right / images if classes else None}
-
-    # ---- intervals -------------------------------------------------------------------------------
-
     def _end_interval(self) -> None:
         """Wait for the device, and read what the steps since the last interval left."""
         record = self.record
-        step_ms = self._clock.flush() if self.step > self._timed_from else []
+        record.step_ms += self._clock.flush() if self.step > self._timed_from else []
         losses, scales, skipped = self._steps.flush()
         losses = [total / self.world.size for total in self.world.sum(losses)]
         first = self.step - len(losses) + 1
-        record.step_ms += step_ms
         record.losses += losses
         record.skipped_steps += sum(skipped)
         record.memory_bytes = max(record.memory_bytes, self._memory())
@@ -235,9 +240,7 @@ class Run:
 
     def _check(self, scales: Sequence[float], skipped: Sequence[bool]) -> None:
         """Raise Diverged if the interval ends in losses that are no numbers, or in skips only.
-
-        Under a dynamic scale one bad batch is skipped and forgotten, so one bad loss says nothing.
-        """
+        Under a dynamic scale one bad batch is skipped and forgotten: one bad loss says nothing."""
         losses, first = self.record.losses, self.step
         if not any(map(math.isfinite, losses[-3 if any(skipped) else -1 :])):
             while first > 1 and not math.isfinite(losses[first - 2]):
@@ -251,8 +254,7 @@ class Run:
 
     def save(self) -> None:
         """Write the run's checkpoint, in place of its last one. All processes have to."""
-        arm = self.arm
-        model, optimizer = states_of(arm)
+        model, optimizer = distributed.states_of(self.arm.bare_model, self.arm.optimizer)
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -262,13 +264,14 @@ class Run:
             "step": self.step,
             "model": model,
             "optimizer": optimizer,
-            "scaler": arm.scaler.state_dict(),
+            "scaler": self.arm.scaler.state_dict(),
             "rng": self.world.gather(rng),
             "record": dataclasses.asdict(self.record),
         }
         if self.stem and self.world.is_main:
-            with atomic(Path(f"{self.stem}.pt")) as file:
+            with atomic(path := Path(f"{self.stem}.pt")) as file:
                 torch.save(values, file)
+            self.place.saved = path
 
     def result(self, diverged: Diverged | None = None) -> Result:
         """What a result file holds: JSON, with None in place of NaN and infinity."""
@@ -277,9 +280,10 @@ class Run:
         mean = statistics.fmean(times) if times else None
         rates = [images / ms * 1e3 for ms in (mean, max(times), min(times))] if mean else [None] * 3
         test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
+        settings = dataclasses.asdict(of)
         result = {
             "format": FORMAT,
-            **{name: getattr(of, name) for name in _IN_RESULT},
+            **{name: settings[name] for name in _IN_RESULT},
             "gpu": self.place.label,
             "seed": self.seed,
             # That of a run that diverged is what it was to be.
@@ -290,15 +294,22 @@ class Run:
             "memory_kind": self.memory.kind if self._tensors is None else "tensors",
             "accuracy_pct": test["accuracy"] and 100 * test["accuracy"],
             "test_loss": test["loss"],
-            "images_per_s": rates[0],
-            "images_per_s_min": rates[1],
-            "images_per_s_max": rates[2],
+            **dict(
+                zip(("images_per_s", "images_per_s_min", "images_per_s_max"), rates, strict=True)
+            ),
             "loss_last": record.losses[-1] if record.losses else None,
             "loss_mean": mean_of_finite(record.losses),
             "loss_scale": self.arm.loss_scale(),
             "skipped_steps": record.skipped_steps,
             "diverged": diverged and {**vars(diverged), "suggestion": suggestion(of)},
-            "conditions": self._conditions(),
+            "conditions": {  # all that repeats have in common, but the length and a row's name
+                **{name: settings[name] for name in settings if name not in _NO_CONDITION},
+                **self.data.describe(),
+                **self.arm.policy,
+                **{"world_size": self.world.size, "device": device_name(self.device)},
+                **{"torch": str(torch.__version__), "ampfuse": ampfuse.__version__},
+                "cuda": torch.version.cuda,
+            },
             "intervals": record.intervals,
             "evaluations": record.evaluations,
             "finished": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -306,25 +317,24 @@ class Run:
         # NaN and infinity, which JSON does not have, become None.
         return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
-    def _conditions(self) -> dict[str, Any]:
-        """All that repeats of this run have in common, but its length and what names its row."""
-        settings = dataclasses.asdict(self.settings)
-        return {
-            **{name: settings[name] for name in settings if name not in _NO_CONDITION},
-            **self.data.describe(),
-            **self.arm.policy,
-            "world_size": self.world.size,
-            "device": device_name(self.device),
-            "torch": str(torch.__version__),
-            "ampfuse": ampfuse.__version__,
-            "cuda": torch.version.cuda,
-        }
-
 
 _IN_RESULT = ("recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat")
 # Those, and what changes no step.
 _NO_CONDITION = {*_IN_RESULT, "repeats", "seed", "iterations", "epochs", "print_freq", "evaluate"}
 _NO_CONDITION |= {"synthetic_size"}
+
+
+def lr_factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> float:
+    """What the peak rate is multiplied by in step `step` (from 0) of `total`: it climbs linearly
+    over the first `warmup` (a share of the run), then is "constant", falls to 0 in a line
+    ("linear") or along a cosine ("cosine"; Loshchilov and Hutter, 2017), or drops to a tenth at
+    each third of the run ("steps"; the ImageNet example's 30 of 90 epochs)."""
+    climb = math.ceil(warmup * total)
+    if step < climb:
+        return (step + 1) / climb
+    share = (step - climb) / max(1, total - climb)
+    shapes = {"constant": 1.0, "linear": 1 - share, "steps": 0.1 ** int(3 * share)}
+    return {**shapes, "cosine": (1 + math.cos(math.pi * share)) / 2}[schedule]
 
 
 def suggestion(of: Settings) -> str:
@@ -343,36 +353,31 @@ def mean_of_finite(losses: Sequence[float]) -> float | None:
     return statistics.fmean(finite_ones) if finite_ones else None
 
 
-def run_name(of: Settings) -> str:
-    """The stem of a run's files: what it is, and when, so that no run replaces another's."""
-    length = f"i{of.iterations}" if of.iterations else f"e{of.epochs}"
-    when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
-    parts = [of.experiment, of.model, of.method, f"b{of.batch_size}", length, f"r{of.repeat}"]
-    return file_name("-".join([*parts, when]))
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read `path`, which may come from anywhere: nothing in it is executed."""
-    with path.open("rb") as file:
-        try:
-            values = torch.load(file, map_location="cpu", weights_only=True)
-            if values["format"] != FORMAT:
-                raise ValueError("of another format")
-            Settings(**values["settings"])
-            Record(**values["record"])
-        # Damaged files make torch raise nearly anything, and advise to execute what is in them.
-        except Exception as error:
-            what = f"{path} is damaged, or no checkpoint of this version"
-            raise UsageError(f"--resume: {what}") from error
+    try:
+        content = io.BytesIO(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"--resume '{path}': {error.strerror}") from error
+    try:
+        values = torch.load(content, map_location="cpu", weights_only=True)
+        if values["format"] != FORMAT:
+            raise ValueError("of another format")
+        Settings(**values["settings"])
+        Record(**values["record"])
+    # Damaged files make torch raise nearly anything, and advise to execute what is in them.
+    except Exception as error:
+        what = f"{path} is damaged, or no checkpoint of this version"
+        raise UsageError(f"--resume: {what}") from error
     return {**values, "name": path.stem}
 
 
 def position(runs: Sequence[Settings], resume: dict[str, Any] | None, world: World) -> int:
-    """Which of the `runs` a checkpoint belongs to. Those before it are done. It may be made
-    longer."""
+    """Which of the `runs` a checkpoint belongs to; it may be made longer. Those before it are
+    done."""
     if resume is None:
         return 0
     free = {"epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"}
@@ -391,7 +396,7 @@ def position(runs: Sequence[Settings], resume: dict[str, Any] | None, world: Wor
 def _restore(arm: Arm, saved: dict[str, Any], rank: int) -> None:
     """Put `arm` and the random numbers where they were at the checkpoint."""
     try:
-        load_states(arm, saved["model"], saved["optimizer"])
+        distributed.load_states(arm.bare_model, arm.optimizer, saved["model"], saved["optimizer"])
         arm.scaler.load_state_dict(saved["scaler"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         why = " ".join(str(error).split())
@@ -403,3 +408,111 @@ def _restore(arm: Arm, saved: dict[str, Any], rank: int) -> None:
     torch.set_rng_state(rng["cpu"])
     if "cuda" in rng and arm.device.type == "cuda":
         torch.cuda.set_rng_state(rng["cuda"], arm.device)
+
+
+# ---- a command -----------------------------------------------------------------------------------
+
+
+def sweep(script: Script, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Train what `argv` (default: ``sys.argv``) asks for and return the exit status, which
+    docs/experiments.md explains. What the user has to put right ends in one line and status 2."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = parse(script, argv, prog or f"python -m ampfuse.experiments.{script.name}")
+    left = "the runs that were finished have their results"
+    return status_of(lambda: _sweep(script, args, argv), script.name, left)
+
+
+def _sweep(script: Script, args: argparse.Namespace, argv: Sequence[str]) -> int:
+    check_installed("experiments", "torchvision", "timm", "tqdm", "sklearn")
+    world = World.of_environment()
+    if world.size > 1 and not script.distributed:
+        raise UsageError(f"{script.name} trains in one process; imagenet takes torchrun's")
+    by_rank = world.size > 1 and args.device in ("auto", "cuda") and torch.cuda.is_available()
+    device = choose_device(f"cuda:{world.local_rank}" if by_rank else args.device)
+    resume = load_checkpoint(args.resume) if args.resume else None
+    todo, note = runs_of(args, script, device)
+    own = args.data or args.folder
+    if own and own not in MADE_UP and not (args.download or Path(own).expanduser().is_dir()):
+        raise UsageError(f"--data {own}: no such folder (--download makes it and fills it)")
+    label = file_name(args.GPU or device_name(device))
+    place = Place(device, world, args.output / label, label, bool(args.checkpoints), args.prof > 0)
+    check_writable("--output", place.folder)
+    todo = todo[position(todo, resume, world) :]
+    say = print if world.is_main else lambda text: None
+    say("\n".join(filter(None, [heading(script, todo, device, world.size), note])))
+    results: list[Result] = []
+    try:
+        with world.connected(device):
+            for result in train_all(todo, place, resume):
+                results.append(result)
+                say(line(result))
+    except KeyboardInterrupt:
+        if place.saved:
+            again = shlex.join([*argv, "--resume", str(place.saved)])  # the last --resume counts
+            say(f"\nTo go on: python -m ampfuse.experiments.{script.name} {again}")
+        raise
+    say(f"{table(rows_of(results))}\nResults: {place.folder.absolute()}")
+    return _DIVERGED if any(result["diverged"] for result in results) else 0
+
+
+def train_all(
+    todo: Sequence[Settings], place: Place, resume: dict[str, Any] | None = None
+) -> Iterator[Result]:
+    """Train `todo`, the first of it from `resume`; its result files are written."""
+    for of in todo:
+        # What it is, and when, so that no run replaces another's files.
+        length = f"i{of.iterations}" if of.iterations else f"e{of.epochs}"
+        when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+        parts = [of.experiment, of.model, of.method, f"b{of.batch_size}", length, f"r{of.repeat}"]
+        name = resume["name"] if resume else file_name("-".join([*parts, when]))
+        name = place.world.gather(name)[0]
+        data = open_data(of, place.device, place.world.rank, place.world.size)
+        run, diverged = Run(of, data, place, name, resume), None
+        try:
+            run.train()
+        except Diverged as error:
+            diverged = error
+        result, resume = run.result(diverged), None
+        if place.folder and place.world.is_main:
+            with atomic(place.folder / f"{name}.json") as file:
+                file.write(json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
+        yield result
+
+
+def heading(script: Script, todo: Sequence[Settings], device: torch.device, processes: int) -> str:
+    first = todo[0]
+    length = f"{first.iterations} iterations" if first.iterations else f"{first.epochs} epochs"
+    where = device_name(device) + f", {processes} processes" * (processes > 1)
+    methods, batches = (listed(dict.fromkeys(map(operator.attrgetter(n), todo))) for n in _IN_TURN)
+    return (
+        f"{script.title}\n{first.model} on {first.data}, batch {batches}, {length}, "
+        f"{first.optimizer} at {first.lr:g}; {methods}.\nOn {where}, torch {torch.__version__}."
+    )
+
+
+_IN_TURN = ("method", "batch_size")
+
+
+def line(result: Result) -> str:
+    """One run in one line."""
+    name = f"{result['model']} {result['method']} batch {result['batch_size']}"
+    if why := result["diverged"]:
+        return (
+            f"{name} diverged in step {why['step']}: {why['reason']}. Loss scale: "
+            f"{result['loss_scale']:g}.\n  What to do: {why['suggestion']}.\n"
+            "  Which tensor was the first: amp.explain_overflow(model) around the step says it."
+        )
+    return f"{name}: " + ", ".join(t.format(result[n]) for n, t in _FIGURES.items() if result[n])
+
+
+_FIGURES = {"images_per_s": "{:,.1f} images/s", "loss_last": "loss {:.4f}"}
+_FIGURES |= {"test_loss": "test loss {:.4f}", "accuracy_pct": "test accuracy {:.1f}%"}
+_FIGURES |= {"skipped_steps": "{} steps skipped"}
+_COLUMNS = ("method", "batch size", "step, ms", "images/s", "memory, MB", "loss last")
+_COLUMNS += ("accuracy, %", "skipped", "scale", "outcome")
+
+
+def table(rows: Sequence[Row], columns: Sequence[str] = _COLUMNS) -> str:
+    """The `rows` of a command, and what their methods mean."""
+    meanings = {f"{row['method']}: {ARMS[row['conditions']['arm']]}": None for row in rows}
+    return "\n".join(["", make_table.table(rows, columns), "", *meanings])

@@ -1,7 +1,7 @@
 """What one run is, and how a command line becomes the runs of a sweep.
 
-A script describes itself as a :class:`Script`: its models, its data, its recipes. A recipe has the
-settings that were published; a flag of the command line wins over it.
+A script describes itself as a :class:`Script`: its data and its recipes. A recipe has the settings
+that were published; a flag of the command line wins over it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SWITCH: dict[str, Any] = {"nargs": "?", "const": True, "type": switch, "metavar
 
 def option(default: Any, help: str = "", *names: str, **kind: Any) -> Any:
     """A field that a flag of its name sets, and one of `names`; `kind` is argparse's."""
-    return dataclasses.field(default=default, metadata={"help": help, "names": names, "kind": kind})
+    return dataclasses.field(default=default, metadata={"names": names, "help": help, **kind})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Settings:
     whichever comes first. `loss_scale` is a number, "dynamic", or None for what the arm does by
     itself; `growth_interval` is a level's. `mean` and `std` are of the pixels, as shares of 255;
     None for those of the data set. `dropout` is a Wide-ResNet's, `clip` a norm, `schedule` one of
-    :func:`schedule.factor`'s, and `warmup` a share of the run.
+    :func:`run.lr_factor`'s, and `warmup` a share of the run.
     """
 
     experiment: str
@@ -105,12 +105,6 @@ class Settings:
     seed: int = option(0, "of the first repeat (default: 0)", type=int, metavar="N")
     optimizer: str = option("sgd", choices=("sgd", "adam", "adamw"))
     lr: float = option(0.01, type=positive, metavar="X")
-    loop: str = option(
-        "tuned",
-        "original: that of the published script, as a further row (its loader, the loss read at "
-        "every step, torch's memory format)",
-        choices=("tuned", "original"),
-    )
     loader: str = option(
         "resident",
         "the whole set on the device, or worker processes",
@@ -129,27 +123,26 @@ class Settings:
     )
 
 
-_NAMES = {field.name for field in dataclasses.fields(Settings)}
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+_DISTRIBUTED = ("sync_bn", "fsdp")
+_LENGTH = {"epochs", "iterations"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """The published settings of one experiment.
 
-    `settings` hold for every model and arm; `by_arm` (keyed by model and arm) go over them, and
-    `by_epochs` if the user gives the length in epochs. `cpu` makes a run of seconds to minutes on a
-    machine without a GPU. `original` is how the published script loaded its data. Where the
-    write-up does not say a value, the field's usual one stands here and `ours` names it.
+    `settings` are those of its models, as :class:`Settings` has them, or a function of (arm, flags)
+    that returns them, where they depend on these. `cpu` makes a run of seconds to minutes on a
+    machine without a GPU. Where the write-up does not say a value, the field's usual one stands
+    here and `ours` names it.
     """
 
     name: str
     title: str
     models: tuple[str, ...]
-    settings: Mapping[str, Any]
-    by_arm: Mapping[tuple[str, str], Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    by_epochs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] | Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
     cpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    original: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ours: str = ""
 
 
@@ -178,23 +171,7 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     text += "\nArms:" + "".join(f"\n  {arm:<9} {what}" for arm, what in ARMS.items())
     look = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog=prog, description=text, formatter_class=look, allow_abbrev=False)
-    _add_command(parser.add_argument_group("what to train").add_argument, script)
-    add = parser.add_argument_group("how, for every arm alike").add_argument
-    for field in dataclasses.fields(Settings):
-        if "kind" in field.metadata and (script.distributed or field.name not in _DISTRIBUTED):
-            flag, kind = field.name.replace("_", "-"), field.metadata["kind"]
-            add(f"--{flag}", *field.metadata["names"], **kind, help=field.metadata["help"])
-            if kind.get("type") is switch:
-                off = {"action": "store_const", "const": False, "dest": field.name}
-                add(f"--no-{flag}", **off, help=argparse.SUPPRESS)
-    todays = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
-    return parser.parse_intermixed_args(todays)
-
-
-_DISTRIBUTED = ("sync_bn", "fsdp")
-
-
-def _add_command(add: Callable[..., object], script: Script) -> None:
+    add = parser.add_argument_group("what to train").add_argument
     names = [recipe.name for recipe in script.recipes]
     add("--recipe", choices=names, help="published settings (default: those of the model)")
     add("--model", "-a", metavar="NAME", help="one of a recipe, or wrn<depth>_<width>")
@@ -202,6 +179,7 @@ def _add_command(add: Callable[..., object], script: Script) -> None:
     data += f"scikit-learn's handwritten digits, or noise (default: {script.data or 'none'})"
     add("--data", metavar="PATH|digits|synthetic", help=data)
     add("folder", nargs="?", metavar="DATA", help="the same as --data")
+    add("--download", **_ON, help="make the folder of --data, and download the data set into it")
     arms = "one or several of those above, or all (default: FP32 and O2, or O5 on a CPU)"
     add("--arm", nargs="+", choices=(*ARMS, "all"), metavar="ARM", help=arms)
     modes = "E1's names: FP32; FP16 (O2 with a static scale of 128); amp (O1, or --opt-level)"
@@ -217,6 +195,18 @@ def _add_command(add: Callable[..., object], script: Script) -> None:
     add("--checkpoints", **_ON, help="save one at the end of each epoch")
     profile = "train N steps under torch's profiler and write a trace"
     add("--prof", type=int, default=0, metavar="N", help=profile)
+    add = parser.add_argument_group("how, for every arm alike").add_argument
+    for name, field in FIELDS.items():
+        if field.metadata and (script.distributed or name not in _DISTRIBUTED):
+            flag, kind = name.replace("_", "-"), dict(field.metadata)
+            add(f"--{flag}", *kind.pop("names"), **kind)
+            if kind.get("type") is switch:
+                add(
+                    f"--no-{flag}",
+                    **_ON | {"const": False, "dest": name, "help": argparse.SUPPRESS},
+                )
+    todays = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+    return parser.parse_intermixed_args(todays)
 
 
 # ---- the runs ------------------------------------------------------------------------------------
@@ -229,6 +219,8 @@ def runs_of(
     arms, method, loss_scale = _precision(args, device)
     if args.graph and device.type != "cuda":
         raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
+    if args.epochs and args.iterations:
+        raise UsageError("--epochs and --iterations: these name a length each; give one of them")
     if args.data and args.folder:
         raise UsageError(f"--data {args.data} and {args.folder}: give one data folder")
     if not (data := args.data or args.folder or script.data):
@@ -237,14 +229,16 @@ def runs_of(
     recipes = [recipe for recipe in script.recipes if args.recipe in (None, recipe.name)]
     recipe = next((recipe for recipe in recipes if args.model in recipe.models), recipes[0])
     model = args.model or recipe.models[0]
-    given = {n: v for n, v in vars(args).items() if n in _NAMES and v is not None}
-    given |= {"data": data, "experiment": script.name, "model": model, "loss_scale": loss_scale}
-    given["recipe"] = recipe.name if model in recipe.models else None
+    flags = {n: v for n, v in vars(args).items() if n in FIELDS and v is not None}
+    flags |= {"data": data, "experiment": script.name, "model": model, "loss_scale": loss_scale}
+    flags["recipe"] = recipe.name if model in recipe.models else None
+    flags |= {"iterations": args.prof} if args.prof else {}
     runs: list[Settings] = []
-    for size in dict.fromkeys(given.pop("batch_size", [None])):
-        given |= {"batch_size": size} if size else {}
-        of_arm = [{**given, "arm": arm, "method": method or arm} for arm in arms]
-        of_size = [_resolved(args, recipe, wishes, device) for wishes in of_arm]
+    for size in dict.fromkeys(flags.pop("batch_size", [None])):
+        flags |= {"batch_size": size} if size else {}
+        of_size = [
+            _resolved(recipe, flags | {"arm": arm, "method": method or arm}, device) for arm in arms
+        ]
         # Arms take turns, so that whatever else the machine does meets all of them alike.
         repeats = range(of_size[0].repeats)
         runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
@@ -286,31 +280,24 @@ def has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _resolved(
-    args: argparse.Namespace, recipe: Recipe, wishes: Mapping[str, Any], device: torch.device
-) -> Settings:
-    """The recipe's settings, what suits a CPU over them, and the `wishes` over both."""
-    arm, made_up = wishes["arm"], wishes["data"] in MADE_UP
-    original = {"channels_last": False, "cudnn_benchmark": False, **recipe.original}
-    in_epochs = "epochs" in wishes and "iterations" not in wishes
+def _resolved(recipe: Recipe, flags: Mapping[str, Any], device: torch.device) -> Settings:
+    """The recipe's settings, what a CPU changes over them, and the `flags` over both."""
+    arm, made_up = flags["arm"], flags["data"] in MADE_UP
+    published = recipe.settings(arm, flags) if callable(recipe.settings) else recipe.settings
+    cpu = {"print_freq": 5, **recipe.cpu} if device.type == "cpu" else {}
     settings: dict[str, Any] = {}
-    for layer in (
-        recipe.settings,
-        recipe.by_arm.get((wishes["model"], arm), {}),
-        original if args.loop == "original" else {"loader": "resident"} if made_up else {},
-        {"print_freq": 5, **recipe.cpu} if device.type == "cpu" else {},
-        recipe.by_epochs if in_epochs else {},
-        wishes,
-        {"iterations": args.prof} if args.prof else {},
-    ):
+    for layer in (published, cpu, flags):
         if _LENGTH & layer.keys():  # replaces any other
             settings = {n: v for n, v in settings.items() if n not in _LENGTH}
         settings |= layer
-    if args.workers is None and "workers" in settings:  # more of them than cores slow it down
-        settings["workers"] = min(settings["workers"], hardware.core_count())
-    if args.workers and args.loader is None and not made_up:
+    # What follows from these.
+    if "loader" not in flags and made_up:
+        settings["loader"] = "resident"
+    elif "loader" not in flags and flags.get("workers"):
         settings["loader"] = "workers"
-    if args.deterministic:
+    if "workers" in settings and "workers" not in flags:  # more of them than cores slow it down
+        settings["workers"] = min(settings["workers"], hardware.core_count())
+    if settings.get("deterministic"):
         settings["cudnn_benchmark"] = False
     # Noise for a few steps is enough; more of it would only cost memory.
     settings.setdefault("synthetic_size", max(2048, 4 * settings.get("batch_size", 128)))
@@ -318,11 +305,8 @@ def _resolved(
         settings["loss_scale"] = None
     if arm not in HALF_LEVELS:
         settings["keep_batchnorm_fp32"] = None
-    if arm not in LEVELS or args.fuse is None:
-        tuned = args.loop != "original" and settings.get("channels_last", True)
+    if arm not in LEVELS or "fuse" not in flags:
         gathered_apart = settings.get("fsdp") and arm in HALF_LEVELS
-        settings["fuse"] = arm in _FUSED and tuned and not gathered_apart
+        nhwc = settings.get("channels_last", True)
+        settings["fuse"] = arm in _FUSED and nhwc and not gathered_apart
     return Settings(**settings)
-
-
-_LENGTH = {"epochs", "iterations"}

@@ -1,28 +1,225 @@
-"""Batches on the device: gathered there out of the whole set, by worker processes, or drawn."""
+"""Data of the experiments: MNIST, CIFAR-10 and ImageNet from files, digits and synthetic images.
+
+:func:`open_data` reads a run's settings and returns :class:`Data`: training and test batches on the
+device, normalised. One of two loaders makes them: worker processes, image by image, or the device
+itself, which holds the whole set as uint8.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 import signal
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from ampfuse.experiments.data import sets
-from ampfuse.experiments.data.sets import DataError, ImageFiles, ImageSet, Pixels
+from ampfuse.command_line import UsageError
 from ampfuse.experiments.settings import MADE_UP, Settings
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
 
+class DataError(UsageError):
+    """Data that is missing, damaged or too much. The message is one line: what, and what to do."""
+
+    def __init__(self, message: str) -> None:
+        own = message.rpartition(f"{type(self).__name__}: ")[2]  # from a worker it has a traceback
+        super().__init__(" ".join(own.split()))
+
+
+def generator(*what: object) -> torch.Generator:
+    """A CPU generator that depends on `what`, strings and integers, alone: the same numbers
+    whatever the device of the training."""
+    # Sums of seed and epoch would give one seed's second epoch to the next seed's first.
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+# ---- sets ----------------------------------------------------------------------------------------
+
+
+class Facts(NamedTuple):
+    """What is known of the images of a set; `mean` and `std` are per channel, as shares of 255."""
+
+    title: str
+    channels: int
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+PUBLISHED = {
+    "mnist": Facts("MNIST", 1, 10, (0.1307,), (0.3081,)),
+    "cifar10": Facts("CIFAR-10", 3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "imagenet": Facts("ImageNet", 3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+
+
+@dataclasses.dataclass
+class Pixels:
+    """Images in memory: uint8 [n, channels, size, size]; labels int64 [n]."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.images[index]
+
+    def resized(self, size: int) -> Pixels:
+        """Images of `size` by `size` pixels: bilinear, with antialiasing."""
+        if self.images.shape[2:] == (size, size):
+            return self
+        # On bytes: several times faster than by way of floats, and at most one of 255 off.
+        images = functional.interpolate(self.images, (size, size), mode="bilinear", antialias=True)
+        return Pixels(images, self.labels)
+
+
+@dataclasses.dataclass
+class ImageFiles:
+    """Image files of any size; labels int64 [n]."""
+
+    paths: Sequence[str]
+    labels: Tensor
+
+    def __getitem__(self, index: int) -> Any:
+        from torchvision.datasets.folder import pil_loader
+
+        try:
+            return pil_loader(self.paths[index])
+        # Damaged files make the decoders raise nearly anything.
+        except Exception as error:
+            said = f"{self.paths[index]}: cannot be read as an image ({error})"
+            raise DataError(said) from error
+
+
+class ImageSet(NamedTuple):
+    train: Pixels | ImageFiles
+    test: Pixels | ImageFiles
+    facts: Facts
+
+
+_EXPECTED = {
+    "mnist": "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, "
+    "t10k-labels-idx1-ubyte (or all with .gz), in the folder or in MNIST/raw below it",
+    "cifar10": "cifar-10-batches-py/ or cifar-10-python.tar.gz",
+    "imagenet": "train/ and val/, with a folder of JPEG or PNG files for each class",
+}
+# What a download leaves, and may leave damaged.
+_SOURCES = {"mnist": ("*-ubyte*", "MNIST/raw/*"), "cifar10": ("cifar-10-*",), "imagenet": ()}
+
+
+def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
+    """The published data set `kind` ("mnist", "cifar10" or "imagenet") out of `folder`.
+
+    MNIST and CIFAR-10 are downloaded if they are not there, and resized to `image_size`. ImageNet
+    stays in its files.
+
+    Raises:
+        DataError: it is not there, damaged, or could not be downloaded.
+    """
+    place = Path(folder).expanduser()
+    try:
+        return _imagenet(place) if kind == "imagenet" else _small(kind, place, image_size)
+    # Damaged files make torchvision raise nearly anything, as they make it download others.
+    except Exception as error:
+        found = [str(path) for pattern in _SOURCES[kind] for path in sorted(place.glob(pattern))]
+        there = f"; delete what is damaged of {', '.join(found)}" if found else ""
+        raise DataError(
+            f"--data {place}: {PUBLISHED[kind].title} could not be read: {error}{there}; "
+            f"expected: {_EXPECTED[kind]}; or give --data digits or synthetic"
+        ) from error
+
+
+def _small(kind: str, folder: Path, image_size: int) -> ImageSet:
+    from torchvision.datasets import CIFAR10, MNIST
+
+    class FlatMNIST(MNIST):
+        raw_folder = property(lambda self: str(self.root))
+
+    flat = any(folder.glob("*-ubyte*"))
+    source = CIFAR10 if kind == "cifar10" else FlatMNIST if flat else MNIST
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels, facts = [], PUBLISHED[kind]
+    for train in (True, False):
+        part = source(folder, train=train, download=True)
+        images = torch.as_tensor(part.data)
+        images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
+        labels = torch.as_tensor(part.targets)
+        low, high = labels.min(), labels.max()
+        if len(labels) != len(images) or not 0 <= low <= high < facts.classes:
+            raise ValueError(f"{len(labels)} labels, {low} to {high}, for {len(images)} images")
+        pixels.append(Pixels(images, labels).resized(image_size))
+    return ImageSet(*pixels, facts)
+
+
+def _imagenet(folder: Path) -> ImageSet:
+    from torchvision.datasets import ImageFolder
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+    train = ImageFolder(folder / "train")
+    # By the numbers of train's classes: one without test images does not shift the others.
+    test = make_dataset(folder / "val", train.class_to_idx, IMG_EXTENSIONS, allow_empty=True)
+    if not test:
+        raise FileNotFoundError(f"no images of the classes of train in {folder / 'val'}")
+    splits = (zip(*samples, strict=True) for samples in (train.samples, test))
+    files = (ImageFiles(paths, torch.tensor(labels)) for paths, labels in splits)
+    return ImageSet(*files, PUBLISHED["imagenet"]._replace(classes=len(train.classes)))
+
+
+def digits(image_size: int) -> ImageSet:
+    """scikit-learn's: 1437 grey images to train and 360 to test, of 8x8 pixels, enlarged. The split
+    is fixed and stratified, so that runs with different seeds are tested on the same images."""
+    from sklearn import datasets
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    options = {"test_size": 360, "stratify": labels, "random_state": 0}
+    grey = (torch.as_tensor(pixels).view(-1, 1, 8, 8) * (255 / 16)).round().byte()
+    images = Pixels(grey, torch.as_tensor(labels, dtype=torch.int64)).resized(image_size)
+    split = train_test_split(range(len(labels)), **options)
+    parts = [Pixels(images.images[part], images.labels[part]) for part in split]
+    std, mean = torch.std_mean(parts[0].images.double() / 255, correction=0)
+    return ImageSet(*parts, Facts("digits", 1, 10, (mean.item(),), (std.item(),)))
+
+
+_TEST_BATCHES = 4  # of noise: their evaluation is for show
+
+
+def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
+    """Noise in the shape of `kind`, of the seed alone.
+
+    Training images are `synthetic_size`, or a batch per process if that is more; test images a
+    quarter of them, or four batches per process if that is less.
+    """
+    facts, size = PUBLISHED[kind], settings.image_size
+    together = settings.batch_size * world_size
+    train_size = max(settings.synthetic_size, together)
+    random = generator("synthetic", settings.seed)
+
+    def draw(count: int) -> Pixels:
+        shape = (count, facts.channels, size, size)
+        pixels = torch.randint(256, shape, dtype=torch.uint8, generator=random)
+        return Pixels(pixels, torch.randint(facts.classes, (count,), generator=random))
+
+    train, test = draw(train_size), draw(min(-(-train_size // 4), _TEST_BATCHES * together))
+    return ImageSet(train, test, facts._replace(mean=(0.5,), std=(0.29,)))
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+_PADDING = 4  # black pixels around images that are cropped
+
+
 class Data:
-    """Batches of one data set on one device; :func:`~ampfuse.experiments.data.open_data` makes it.
+    """Batches of one data set on one device; :func:`open_data` makes it.
 
     Nothing here touches torch's global random numbers. A loader has two passes of batches: float32
     [n, channels, image_size, image_size] on the device, normalised, and labels, int64 [n].
@@ -49,7 +246,7 @@ class Data:
     ) -> None:
         self.settings, self.kind, self.device = settings, kind, device
         self.rank, self.world_size, self.seed = rank, world_size, settings.seed + settings.repeat
-        self.classes, self.channels = images.facts.classes, images.facts.channels
+        _, self.channels, self.classes, *facts = images.facts
         self.image_size = settings.image_size
         self.train_size, self.test_size = len(images.train.labels), len(images.test.labels)
         self.batches_per_epoch = self.train_size // (settings.batch_size * world_size)
@@ -67,7 +264,7 @@ class Data:
         self._memory_format = torch.channels_last if last else torch.contiguous_format
         mean, std = (  # a grey set takes the first of three values
             torch.tensor(values[: self.channels], dtype=torch.float64).view(-1, 1, 1)
-            for values in (settings.mean or images.facts.mean, settings.std or images.facts.std)
+            for values in (settings.mean or facts[0], settings.std or facts[1])
         )
         # (pixels / 255 - mean) / std, in double precision and rounded once.
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
@@ -84,12 +281,10 @@ class Data:
 
     def _epoch_order(self, epoch: int) -> Tensor:
         """Which images this process trains on in `epoch`: int64 [batches_per_epoch, batch_size].
-
-        All processes take turns, batch by batch, in one order of all images.
-        """
+        All processes take turns, batch by batch, in one order of all images."""
         order = torch.arange(self.train_size)
         if self.settings.shuffle:
-            random = sets.generator("order", self.seed, epoch)
+            random = generator("order", self.seed, epoch)
             order = torch.randperm(self.train_size, generator=random)
         shape = (self.batches_per_epoch, self.world_size, self.settings.batch_size)
         return order[: math.prod(shape)].view(shape)[:, self.rank]
@@ -98,11 +293,6 @@ class Data:
 def normalised(pixels: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """uint8 [..., channels, h, w] to float32: the same bits image by image and in batches."""
     return pixels.float().mul_(scale).add_(shift)
-
-
-# ---- the whole set on the device -----------------------------------------------------------------
-
-_PADDING = 4  # black pixels around images
 
 
 class ResidentData(Data):
@@ -132,10 +322,13 @@ class ResidentData(Data):
         order = self._epoch_order(epoch)
         drawn = [order]
         if self._augments:
-            random = sets.generator("crops", self.seed, epoch, self.rank)
+            random = generator("crops", self.seed, epoch, self.rank)
             top, left = torch.randint(2 * _PADDING + 1, (2, *order.shape), generator=random)
             drawn += [top, left, torch.randint(2, order.shape, generator=random).bool()]
-        for chosen, *crop in zip(*(self._upload(part)[start:] for part in drawn), strict=True):
+        if self.device.type == "cuda":  # else the copies below would wait for the device
+            drawn = [part.pin_memory() for part in drawn]
+        drawn = [part.to(self.device, non_blocking=True)[start:] for part in drawn]
+        for chosen, *crop in zip(*drawn, strict=True):
             if crop:
                 pixels = cropped(self._train, self.image_size, chosen, *crop)
             else:
@@ -145,14 +338,7 @@ class ResidentData(Data):
     def test_batches(self) -> Batches:
         size = self.settings.batch_size
         parts = zip(self._test.split(size), self._test_labels.split(size), strict=True)
-        for pixels, labels in parts:
-            yield self._finished(pixels), labels
-
-    def _upload(self, values: Tensor) -> Tensor:
-        """`values` on the device, without waiting for what that is doing."""
-        if self.device.type == "cuda":
-            values = values.pin_memory()
-        return values.to(self.device, non_blocking=True)
+        return ((self._finished(pixels), labels) for pixels, labels in parts)
 
     def _finished(self, pixels: Tensor) -> Tensor:
         """uint8 [n, h, w, c] to what the network takes."""
@@ -176,9 +362,6 @@ def cropped(
     # On the CPU several times faster than indexing by images, rows and columns.
     crops = images.view(-1, channels).index_select(0, pixels.view(-1))
     return crops.view(-1, size, size, channels)
-
-
-# ---- worker processes ----------------------------------------------------------------------------
 
 
 class WorkersData(Data):
@@ -218,7 +401,7 @@ class WorkersData(Data):
             num_workers=self.settings.workers,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_ignore_interrupts,
-            generator=sets.generator("loader"),  # else it draws a seed from torch's global one
+            generator=generator("loader"),  # else it draws a seed from torch's global one
         )
         try:
             for images, labels in loader:
@@ -244,16 +427,14 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         with torch.random.fork_rng(devices=[]):
             # Not torch.manual_seed, which would seed the GPUs too.
-            torch.default_generator.manual_seed(sets.seed_of("sample", *self.draws, number))
+            seed = generator("sample", *self.draws, number).initial_seed()
+            torch.default_generator.manual_seed(seed)
             return self.transform(self.split[number]), self.split.labels[number]
 
 
 def _ignore_interrupts(worker: int) -> None:
     # Ctrl-C reaches every process of the terminal; what it means is for the main one to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-# ---- the perceptron's ----------------------------------------------------------------------------
 
 
 class NormalFeatures(Data):
@@ -264,12 +445,12 @@ class NormalFeatures(Data):
         self.settings, self.kind = settings, "features"
         self.classes, self.channels, self.image_size = 0, 1, settings.image_size
         self.batches_per_epoch = max(1, settings.synthetic_size // settings.batch_size)
-        counts = (self.batches_per_epoch, sets.TEST_BATCHES)
+        counts = (self.batches_per_epoch, _TEST_BATCHES)
         self.train_size, self.test_size = (settings.batch_size * count for count in counts)
         shape = (2, settings.batch_size, self.image_size**2)
-        generator = torch.Generator().manual_seed(settings.seed)
+        random = torch.Generator().manual_seed(settings.seed)
         self._train, self._test = (
-            [tuple(torch.randn(shape, generator=generator).to(device)) for _ in range(count)]
+            [tuple(torch.randn(shape, generator=random).to(device)) for _ in range(count)]
             for count in counts
         )
 
@@ -278,3 +459,22 @@ class NormalFeatures(Data):
 
     def test_batches(self) -> Batches:
         return iter(self._test)
+
+
+# Which set a script's folder of --data has to hold, and what its synthetic images look like.
+_KIND_OF = {"cifar": "cifar10", "imagenet": "imagenet"}
+
+
+def open_data(settings: Settings, device: torch.device, rank: int = 0, world_size: int = 1) -> Data:
+    """The data of `settings` on `device`, for process `rank` of `world_size`."""
+    if (settings.experiment, settings.data) == ("mlp", "synthetic"):
+        return NormalFeatures(settings, device)
+    kind = _KIND_OF.get(settings.experiment, "mnist")
+    if settings.data == "digits":
+        images = digits(settings.image_size)
+    elif settings.data == "synthetic":
+        images = synthetic(kind, settings, world_size)
+    else:
+        images = read_files(kind, settings.data, settings.image_size)
+    loader = WorkersData if settings.loader == "workers" else ResidentData
+    return loader(settings, kind, images, device, rank, world_size)
