@@ -46,6 +46,8 @@ from typing import Any
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's word on earlier memory
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+# Each process would keep as many more as there are cores, of a gigabyte each.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1" if (os.cpu_count() or 1) < 4 else "4")
 
 import torch
 import torch.nn.functional as F
