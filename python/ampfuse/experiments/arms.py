@@ -46,7 +46,6 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 class Arm:
     """FP32, TF32, and ``torch.amp`` as its documentation has it: autocast, for FP16 a GradScaler.
-    What an arm does not need is switched off.
 
     Attributes:
         step: ``step(inputs, targets)`` trains on one batch, as one CUDA graph if the settings say
