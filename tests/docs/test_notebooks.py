@@ -231,7 +231,7 @@ TEXTS = {
         r" tuned +loop, resident +loader +[\d,]+ images/s",
     ],
     "insight": [
-        r"published loop, FP32: .*\d+% of the time\)",
+        r"published loader, FP32: .*\d+% of the time\)",
         r"ResNet-18, JPEG files: .*\d+% of the time\)",
         r"perceptron, FP32: .*\d+% of the time\)",
         r"- stale: updates .* are lost\..*\n +\d+% of the updates lost .*: .*1\.weight",
