@@ -213,6 +213,7 @@ def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
 _PADDING = 4  # black pixels around images that are cropped
 
 
+@dataclasses.dataclass(eq=False)
 class Data:
     """Batches of one data set on one device; :func:`open_data` makes it.
 
@@ -229,17 +230,16 @@ class Data:
         batches_per_epoch: training batches of this process; all processes have as many.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        kind: str,
-        images: ImageSet,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self.settings, self.kind, self.device = settings, kind, device
-        self.rank, self.world_size, self.seed = rank, world_size, settings.seed + settings.repeat
+    settings: Settings
+    kind: str
+    images: dataclasses.InitVar[ImageSet]
+    device: torch.device
+    rank: int
+    world_size: int
+
+    def __post_init__(self, images: ImageSet) -> None:
+        settings, rank, world_size = self.settings, self.rank, self.world_size
+        self.seed = settings.seed + settings.repeat
         self.channels, self.classes, *facts = images.facts
         self.image_size = settings.image_size
         self.train_size, self.test_size = len(images.train.labels), len(images.test.labels)
@@ -253,7 +253,7 @@ class Data:
         # The test images of this process; no two processes share one.
         first, end = (self.test_size * part // world_size for part in (rank, rank + 1))
         self._test_share = range(first, end)
-        self._augments = settings.augment and kind != "mnist"  # mirrored digits are no digits
+        self._augments = settings.augment and self.kind != "mnist"  # mirrored digits are no digits
         last = settings.channels_last
         self._memory_format = torch.channels_last if last else torch.contiguous_format
         mean, std = (  # a grey set takes the first of three values
@@ -267,11 +267,10 @@ class Data:
     def describe(self) -> dict[str, Any]:
         """What was loaded, as JSON can say it; `workers` is null where there are none. Of a folder
         one wants to know what it holds, not where it lies."""
-        source = self.settings.data
-        workers = self.settings.workers if self.settings.loader == "workers" else None
-        sizes = {"train_size": self.train_size, "test_size": self.test_size}
-        data = source if source in MADE_UP else self.kind
-        return {"data": data, "kind": self.kind, "workers": workers, **sizes}
+        of = self.settings
+        found = {"kind": self.kind, "workers": of.workers if of.loader == "workers" else None}
+        found |= {"train_size": self.train_size, "test_size": self.test_size}
+        return {"data": of.data if of.data in MADE_UP else self.kind, **found}
 
     def _epoch_order(self, epoch: int) -> Tensor:
         """Which images this process trains on in `epoch`: int64 [batches_per_epoch, batch_size].
