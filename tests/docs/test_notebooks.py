@@ -226,12 +226,11 @@ TEXTS = {
         r"O2 at lr 0.1: did not diverge",
     ],
     "e5_native_amp": [
-        r" original +loop, workers +loader +[\d,]+ images/s",
-        r" tuned +loop, workers +loader +[\d,]+ images/s",
-        r" tuned +loop, resident +loader +[\d,]+ images/s",
+        r" workers +loader +[\d,]+ images/s",
+        r" resident +loader +[\d,]+ images/s",
     ],
     "insight": [
-        r"published loop, FP32: .*\d+% of the time\)",
+        r"published loader, FP32: .*\d+% of the time\)",
         r"ResNet-18, JPEG files: .*\d+% of the time\)",
         r"perceptron, FP32: .*\d+% of the time\)",
         r"- stale: updates .* are lost\..*\n +\d+% of the updates lost .*: .*1\.weight",
@@ -251,7 +250,7 @@ FIGURES = {
         [
             *(f"figures/MLP - {what}.png" for what in STD),
             *(f"figures/MNIST - {what}.png" for what in PLAIN),
-            "loops/figures/MNIST - Time.png",
+            "loaders/figures/MNIST - Time.png",
         ],
     ),
 }

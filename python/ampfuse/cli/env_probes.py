@@ -67,7 +67,7 @@ def _torch() -> Facts:
         "built for": _platform(),
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "CUDA available": torch.cuda.is_available(),
+        "CUDA available": "yes" if torch.cuda.is_available() else "no",
     }
     if torch.cuda.is_available():
         found["cuDNN"] = torch.backends.cudnn.version()

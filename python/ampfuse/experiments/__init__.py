@@ -8,11 +8,9 @@
     python -m ampfuse.experiments.make_plot   figures of their results
     python -m ampfuse.experiments.make_table  the published tables, own rows beside them
 
-Also ``ampfuse train cifar ...``, ``ampfuse demo`` and so on. A script says what was published, and
-builds the network. What all of them share is beside it: the command line (:mod:`settings`), the
-loop over arms and batch sizes (:mod:`sweep`), that over the steps of a run, with its clock,
-checkpoints and results (:mod:`run`), the model in its precision (:mod:`arms`), data, results and
-figures.
+Also ``ampfuse train cifar ...``, ``ampfuse demo`` and so on. A script says what was published. What
+all of them share is beside it: the command line (:mod:`settings`), the runs of a command with their
+clock, checkpoints and results (:mod:`run`), the model in its precision (:mod:`arms`), data.
 """
 
 SCRIPTS = ("cifar", "imagenet", "mnist", "mlp")  # of ``ampfuse train``

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 
 from ampfuse import amp, half_ops
 from ampfuse.command_line import UsageError
@@ -46,7 +45,6 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 class Arm:
     """FP32, TF32, and ``torch.amp`` as its documentation has it: autocast, for FP16 a GradScaler.
-    What an arm does not need is switched off.
 
     Attributes:
         step: ``step(inputs, targets)`` trains on one batch, as one CUDA graph if the settings say
@@ -59,14 +57,20 @@ class Arm:
 
     policy: dict[str, Any]
 
-    def __init__(
-        self, settings: Settings, model: nn.Module, loss_of: Loss, device: torch.device
-    ) -> None:
-        self.settings, self.loss_of, self.device = settings, loss_of, device
+    def __init__(self, of: Settings, model: nn.Module, loss_of: Loss, device: torch.device) -> None:
+        self.settings, self.loss_of, self.device = of, loss_of, device
         self.model = self.bare_model = model
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
-        self.optimizer = self._torch_optimizer()
-        self.step = GraphedCall(self._step) if settings.graph else self._step
+        # At a level ampfuse's takes its place. torch's fused SGD takes no shards. A captured step
+        # reads its rate from the device.
+        sharded_sgd = of.fsdp and of.optimizer == "sgd"
+        fused = True if of.arm not in LEVELS and not sharded_sgd else None
+        lr = torch.tensor(of.lr, device=device) if of.graph else of.lr
+        options: dict[str, Any] = {"lr": lr, "weight_decay": of.weight_decay, "fused": fused}
+        options |= {"momentum": of.momentum} if of.optimizer == "sgd" else {"capturable": of.graph}
+        kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+        self.optimizer: Any = kinds[of.optimizer](model.parameters(), **options)
+        self.step = GraphedCall(self._step) if of.graph else self._step
         self._set_up()
 
     def _set_up(self) -> None:
@@ -86,19 +90,6 @@ class Arm:
             # them in the next. From zeros the first step comes out the same.
             for parameter in self.model.parameters():
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-    def _torch_optimizer(self) -> Optimizer:
-        of = self.settings
-        # At a level ampfuse's takes its place. torch's fused SGD takes no shards.
-        sharded_sgd = of.fsdp and of.optimizer == "sgd"
-        fused = True if of.arm not in LEVELS and not sharded_sgd else None
-        # A captured step reads its rate from the device.
-        lr = torch.tensor(of.lr, device=self.device) if of.graph else of.lr
-        common: dict[str, Any] = {"lr": lr, "weight_decay": of.weight_decay, "fused": fused}
-        if of.optimizer == "sgd":
-            return torch.optim.SGD(self.model.parameters(), momentum=of.momentum, **common)
-        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[of.optimizer]
-        return kind(self.model.parameters(), capturable=of.graph, **common)
 
     def set_lr(self, lr: float) -> None:
         """Write `lr` into every group; into its tensor where a captured step reads that."""
@@ -141,8 +132,7 @@ class Arm:
     def test(self, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
         """Sum of the losses, right answers and number of the images in `batches`, by the bare
         model in evaluation mode. Waits for the device."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        right = torch.zeros((), dtype=torch.int64, device=self.device)
+        loss, right = torch.zeros(2, dtype=torch.float64, device=self.device)
         images = 0
         self.model.eval()
         with torch.no_grad(), self.forward():
@@ -153,7 +143,7 @@ class Arm:
                     right += (outputs.argmax(1) == targets).sum()
                 images += len(targets)
         self.model.train()
-        return [loss.item(), float(right.item()), float(images)]
+        return [loss.item(), right.item(), float(images)]
 
     def loss_scale(self) -> float:
         """The present scale. Waits for the device."""

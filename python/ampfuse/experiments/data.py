@@ -49,7 +49,6 @@ def generator(*what: object) -> torch.Generator:
 class Facts(NamedTuple):
     """What is known of the images of a set; `mean` and `std` are per channel, as shares of 255."""
 
-    title: str
     channels: int
     classes: int
     mean: tuple[float, ...]
@@ -57,9 +56,9 @@ class Facts(NamedTuple):
 
 
 PUBLISHED = {
-    "mnist": Facts("MNIST", 1, 10, (0.1307,), (0.3081,)),
-    "cifar10": Facts("CIFAR-10", 3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "imagenet": Facts("ImageNet", 3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "mnist": Facts(1, 10, (0.1307,), (0.3081,)),
+    "cifar10": Facts(3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "imagenet": Facts(3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 
 
@@ -73,13 +72,13 @@ class Pixels:
     def __getitem__(self, index: int) -> Tensor:
         return self.images[index]
 
-    def resized(self, size: int) -> Pixels:
-        """Images of `size` by `size` pixels: bilinear, with antialiasing."""
-        if self.images.shape[2:] == (size, size):
-            return self
-        # On bytes: several times faster than by way of floats, and at most one of 255 off.
-        images = functional.interpolate(self.images, (size, size), mode="bilinear", antialias=True)
-        return Pixels(images, self.labels)
+
+def resized(images: Tensor, size: int) -> Tensor:
+    """uint8 [n, channels, size, size]: bilinear, with antialiasing."""
+    if images.shape[2:] == (size, size):
+        return images
+    # On bytes: several times faster than by way of floats, and at most one of 255 off.
+    return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
 
 
 @dataclasses.dataclass
@@ -106,35 +105,34 @@ class ImageSet(NamedTuple):
     facts: Facts
 
 
-_EXPECTED = {
-    "mnist": "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, "
-    "t10k-labels-idx1-ubyte (or all with .gz), in the folder or in MNIST/raw below it",
-    "cifar10": "cifar-10-batches-py/ or cifar-10-python.tar.gz",
-    "imagenet": "train/ and val/, with a folder of JPEG or PNG files for each class",
+# The title, what a folder has to hold, and what a download leaves there, which may be damaged.
+_FILES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "mnist": (
+        "MNIST",
+        "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, "
+        "t10k-labels-idx1-ubyte (or all with .gz), in the folder or in MNIST/raw below it",
+        ("*-ubyte*", "MNIST/raw/*"),
+    ),
+    "cifar10": ("CIFAR-10", "cifar-10-batches-py/ or cifar-10-python.tar.gz", ("cifar-10-*",)),
+    "imagenet": ("ImageNet", "train/ and val/, with a folder of images for each class", ()),
 }
-# What a download leaves, and may leave damaged.
-_SOURCES = {"mnist": ("*-ubyte*", "MNIST/raw/*"), "cifar10": ("cifar-10-*",), "imagenet": ()}
 
 
 def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
-    """The published data set `kind` ("mnist", "cifar10" or "imagenet") out of `folder`.
-
-    MNIST and CIFAR-10 are downloaded if they are not there, and resized to `image_size`. ImageNet
-    stays in its files.
-
-    Raises:
-        DataError: it is not there, damaged, or could not be downloaded.
-    """
+    """The published data set `kind` ("mnist", "cifar10" or "imagenet") out of `folder`. MNIST and
+    CIFAR-10 are downloaded if they are not there, and resized to `image_size`; ImageNet stays in
+    its files. Raises DataError: it is not there, damaged, or could not be downloaded."""
     place = Path(folder).expanduser()
     try:
         return _imagenet(place) if kind == "imagenet" else _small(kind, place, image_size)
     # Damaged files make torchvision raise nearly anything, as they make it download others.
     except Exception as error:
-        found = [str(path) for pattern in _SOURCES[kind] for path in sorted(place.glob(pattern))]
+        title, expected, patterns = _FILES[kind]
+        found = [str(path) for pattern in patterns for path in sorted(place.glob(pattern))]
         there = f"; delete what is damaged of {', '.join(found)}" if found else ""
         raise DataError(
-            f"--data {place}: {PUBLISHED[kind].title} could not be read: {error}{there}; "
-            f"expected: {_EXPECTED[kind]}; or give --data digits or synthetic"
+            f"--data {place}: {title} could not be read: {error}{there}; expected: {expected}; "
+            "or give --data digits or synthetic"
         ) from error
 
 
@@ -156,7 +154,7 @@ def _small(kind: str, folder: Path, image_size: int) -> ImageSet:
         low, high = labels.min(), labels.max()
         if len(labels) != len(images) or not 0 <= low <= high < facts.classes:
             raise ValueError(f"{len(labels)} labels, {low} to {high}, for {len(images)} images")
-        pixels.append(Pixels(images, labels).resized(image_size))
+        pixels.append(Pixels(resized(images, image_size), labels))
     return ImageSet(*pixels, facts)
 
 
@@ -183,22 +181,19 @@ def digits(image_size: int) -> ImageSet:
     pixels, labels = datasets.load_digits(return_X_y=True)
     options = {"test_size": 360, "stratify": labels, "random_state": 0}
     grey = (torch.as_tensor(pixels).view(-1, 1, 8, 8) * (255 / 16)).round().byte()
-    images = Pixels(grey, torch.as_tensor(labels, dtype=torch.int64)).resized(image_size)
+    images, labels = resized(grey, image_size), torch.as_tensor(labels, dtype=torch.int64)
     split = train_test_split(range(len(labels)), **options)
-    parts = [Pixels(images.images[part], images.labels[part]) for part in split]
+    parts = [Pixels(images[part], labels[part]) for part in split]
     std, mean = torch.std_mean(parts[0].images.double() / 255, correction=0)
-    return ImageSet(*parts, Facts("digits", 1, 10, (mean.item(),), (std.item(),)))
+    return ImageSet(*parts, Facts(1, 10, (mean.item(),), (std.item(),)))
 
 
 _TEST_BATCHES = 4  # of noise: their evaluation is for show
 
 
 def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
-    """Noise in the shape of `kind`, of the seed alone.
-
-    Training images are `synthetic_size`, or a batch per process if that is more; test images a
-    quarter of them, or four batches per process if that is less.
-    """
+    """Noise in the shape of `kind`, of the seed alone: `synthetic_size` images to train, or a batch
+    per process if that is more; to test a quarter, or four batches per process if that is less."""
     facts, size = PUBLISHED[kind], settings.image_size
     together = settings.batch_size * world_size
     train_size = max(settings.synthetic_size, together)
@@ -218,16 +213,16 @@ def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
 _PADDING = 4  # black pixels around images that are cropped
 
 
+@dataclasses.dataclass(eq=False)
 class Data:
     """Batches of one data set on one device; :func:`open_data` makes it.
 
-    Nothing here touches torch's global random numbers. A loader has two passes of batches: float32
-    [n, channels, image_size, image_size] on the device, normalised, and labels, int64 [n].
-
-    - ``train_batches(epoch, start=0)``, from number `start` on. Their order depends on (seed,
-      epoch) alone and the augmentation on nothing else but the image or the batch, so that a run
-      that goes on in the middle of an epoch sees the same bits.
-    - ``test_batches()``: this process's share, in order; the last batch may be short.
+    Nothing here touches torch's global random numbers. A loader has ``train_batches(epoch,
+    start=0)``, from number `start` on, and ``test_batches()``, this process's share, in order; the
+    last may be short. A batch is images, float32 [n, channels, image_size, image_size] on the
+    device, normalised, and labels, int64 [n]. The order depends on (seed, epoch) alone, and the
+    augmentation on the image or the batch beside: a run that goes on in the middle of an epoch sees
+    the same bits.
 
     Attributes:
         classes, channels, image_size: of the images in the batches.
@@ -235,18 +230,17 @@ class Data:
         batches_per_epoch: training batches of this process; all processes have as many.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        kind: str,
-        images: ImageSet,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self.settings, self.kind, self.device = settings, kind, device
-        self.rank, self.world_size, self.seed = rank, world_size, settings.seed + settings.repeat
-        _, self.channels, self.classes, *facts = images.facts
+    settings: Settings
+    kind: str
+    images: dataclasses.InitVar[ImageSet]
+    device: torch.device
+    rank: int
+    world_size: int
+
+    def __post_init__(self, images: ImageSet) -> None:
+        settings, rank, world_size = self.settings, self.rank, self.world_size
+        self.seed = settings.seed + settings.repeat
+        self.channels, self.classes, *facts = images.facts
         self.image_size = settings.image_size
         self.train_size, self.test_size = len(images.train.labels), len(images.test.labels)
         self.batches_per_epoch = self.train_size // (settings.batch_size * world_size)
@@ -259,7 +253,7 @@ class Data:
         # The test images of this process; no two processes share one.
         first, end = (self.test_size * part // world_size for part in (rank, rank + 1))
         self._test_share = range(first, end)
-        self._augments = settings.augment and kind != "mnist"  # mirrored digits are no digits
+        self._augments = settings.augment and self.kind != "mnist"  # mirrored digits are no digits
         last = settings.channels_last
         self._memory_format = torch.channels_last if last else torch.contiguous_format
         mean, std = (  # a grey set takes the first of three values
@@ -273,11 +267,10 @@ class Data:
     def describe(self) -> dict[str, Any]:
         """What was loaded, as JSON can say it; `workers` is null where there are none. Of a folder
         one wants to know what it holds, not where it lies."""
-        source = self.settings.data
-        workers = self.settings.workers if self.settings.loader == "workers" else None
-        sizes = {"train_size": self.train_size, "test_size": self.test_size}
-        data = source if source in MADE_UP else self.kind
-        return {"data": data, "kind": self.kind, "workers": workers, **sizes}
+        of = self.settings
+        found = {"kind": self.kind, "workers": of.workers if of.loader == "workers" else None}
+        found |= {"train_size": self.train_size, "test_size": self.test_size}
+        return {"data": of.data if of.data in MADE_UP else self.kind, **found}
 
     def _epoch_order(self, epoch: int) -> Tensor:
         """Which images this process trains on in `epoch`: int64 [batches_per_epoch, batch_size].
@@ -296,12 +289,9 @@ def normalised(pixels: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 class ResidentData(Data):
-    """A batch is a gather and a normalisation on the device, for all its images at once.
-
-    Order and crops are drawn on the CPU, so that they are the same on every device, and sent once
-    per epoch; no batch makes the host wait. Augmented images are crops at random places of the
-    stored ones, which are padded by 4 black pixels, and every other one is mirrored.
-    """
+    """A batch is a gather and a normalisation on the device, for all its images at once. Order and
+    crops are drawn on the CPU and sent once per epoch; no batch makes the host wait. Augmented
+    images are crops out of the stored ones, padded by 4 black pixels, and mirrored at random."""
 
     def _prepare(self, images: ImageSet) -> None:
         if isinstance(images.train, ImageFiles) or isinstance(images.test, ImageFiles):
@@ -350,10 +340,7 @@ def cropped(
     images: Tensor, size: int, chosen: Tensor, top: Tensor, left: Tensor, flip: Tensor
 ) -> Tensor:
     """A crop of each of the images numbered `chosen`: uint8 [all, h, w, c] to [n, size, size, c].
-
-    `top` and `left`, int64 [n], say where the crops start; `flip`, bool [n], which are mirrored.
-    One gather out of the whole set: no padded or larger copy of the batch stands in between.
-    """
+    `top` and `left`, int64 [n], say where the crops start; `flip`, bool [n], which are mirrored."""
     _, height, width, channels = images.shape
     steps = torch.arange(size, device=images.device)
     columns = torch.where(flip[:, None], size - 1 - steps, steps) + left[:, None]
@@ -365,12 +352,9 @@ def cropped(
 
 
 class WorkersData(Data):
-    """Batches whose images processes open, augment and normalise, one by one.
-
-    Augmented images are crops out of the image padded by 4 black pixels ("cifar10") or crops of
-    random size and shape, resized ("imagenet"), and mirrored at random. Each pass over the images
-    has processes of its own, as those of the published scripts.
-    """
+    """Batches whose images processes open, augment and normalise, one by one. Augmented images are
+    crops out of the image padded by 4 black pixels ("cifar10") or crops of random size and shape,
+    resized ("imagenet"), and mirrored at random. Each pass has processes of its own."""
 
     def _prepare(self, images: ImageSet) -> None:
         from torchvision.transforms import v2
@@ -414,11 +398,8 @@ class WorkersData(Data):
 
 @dataclasses.dataclass
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Images by their number, transformed, and their labels.
-
-    What is drawn for an image depends on `draws`, which are seed and epoch, and on its number
-    alone, whichever process draws.
-    """
+    """Images by their number, transformed, and their labels. What is drawn for an image depends on
+    `draws`, which are seed and epoch, and on its number alone, whichever process draws."""
 
     split: Pixels | ImageFiles
     transform: Callable[[Any], Tensor]

@@ -36,7 +36,8 @@ class World:
 
     @classmethod
     def of_environment(cls) -> World:
-        return cls(*(int(os.environ.get(n, d)) for n, d in _VARIABLES.items()))
+        get = os.environ.get
+        return cls(int(get("RANK", 0)), int(get("WORLD_SIZE", 1)), int(get("LOCAL_RANK", 0)))
 
     @property
     def is_main(self) -> bool:
@@ -68,9 +69,6 @@ class World:
         if self.size > 1:
             dist.all_gather_object(everyone, mine)
         return everyone
-
-
-_VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
 
 
 def check(of: Settings, world: World, device: torch.device) -> None:

@@ -95,10 +95,11 @@ class NothingToDraw(UsageError):
 
 
 class Line(NamedTuple):
-    """Rows that belong together: one GPU, one method, one set of conditions."""
+    """Rows of one GPU, one method and one set of conditions; the method's name has what sets these
+    apart."""
 
     gpu: str
-    name: str  # of the method, and what sets it apart
+    name: str
     rows: list[Row]
 
 
@@ -125,8 +126,8 @@ def lines(rows: Sequence[Row]) -> list[Line]:
         names = everywhere + [n for n in of if any(_varies(same, n) for same in at_one_batch)]
         for members in _grouped(together, lambda row, names=names: str(_words(row, names))):
             parts.append((members, _words(members[0], names)))
-    several_sources = len(_different(row["source"] for row in rows)) > 1
-    several_lengths = len(_different(_length(members) for members, _ in parts)) > 1
+    several_sources = len({row["source"] for row in rows}) > 1
+    several_lengths = len({_length(members) for members, _ in parts}) > 1
     found = []
     for members, words in parts:
         first = members[0]
@@ -208,14 +209,16 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, linewidth=0.6)
     for line, style in zip(found, _styles_of(found), strict=True):
-        places = [row["batch_size"] if batches[1:] else names.index(line.name) for row in line.rows]
-        points = [(x, row) for x, row in zip(places, line.rows, strict=True) if row[mean]]
-        for x, row in zip(places, line.rows, strict=True):
-            if not row[mean]:
+        x, y, errors = [], [], []
+        for row in line.rows:
+            place = row["batch_size"] if batches[1:] else names.index(line.name)
+            if row[mean]:
+                x, y = [*x, place], [*y, row[mean]]
+                errors.append(row[f"{column}_std"] or 0.0)
+            else:
                 said = f"  {row['method']} diverged"
-                axes.text(x, 0, said, rotation=90, va="bottom", fontsize=6.5)
-        errors = [row[f"{column}_std"] or 0.0 for _, row in points] if std else None
-        axes.errorbar([x for x, _ in points], [row[mean] for _, row in points], errors, **style)
+                axes.text(place, 0, said, rotation=90, va="bottom", fontsize=6.5)
+        axes.errorbar(x, y, errors if std else None, **style)
     if len(batches) > 1:
         axes.set_xscale("log", base=2)
         axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
@@ -265,13 +268,13 @@ def _add_legend(figure: Figure, gpus: Sequence[str]) -> None:
 
 def _title_of(rows: Sequence[Row]) -> str:
     """What was trained on what, and whose figures these are."""
-    own = [row for row in rows if row["source"] == "measured"]
-    if not own:
+    conditions = [row["conditions"] for row in rows if row["source"] == "measured"]
+    if not conditions:
         return f"{rows[0]['model']}, published figures"
-    of = own[0]["conditions"]
-    data = f"synthetic {of['kind']}" if of["data"] == "synthetic" else of["data"]
-    alike = not _varies(own, "data") and not _varies(own, "kind")
-    return f"{rows[0]['model']} on {data}" if alike else rows[0]["model"]
+    data = {
+        f"synthetic {of['kind']}" if of["data"] == "synthetic" else of["data"] for of in conditions
+    }
+    return f"{rows[0]['model']} on {data.pop()}" if len(data) == 1 else rows[0]["model"]
 
 
 main = functools.partial(run_alone, sys.modules[__name__])

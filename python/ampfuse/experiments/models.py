@@ -22,8 +22,7 @@ def build(
 ) -> nn.Module:
     """The network `name`, of :data:`NAMES`, ``wrn<depth>_<width>`` or the demo's ``digits<width>``
     (else this raises ValueError), FP32 on the CPU: images [n, channels, image_size, image_size] to
-    scores of `classes`, of ``mlp`` to as many as an image has values. `dropout` is that in the
-    blocks of a Wide-ResNet."""
+    scores of `classes`, of ``mlp`` to as many as its values. `dropout` is a Wide-ResNet's."""
     if wide := re.fullmatch(r"wrn(\d+)_(\d+)", name):
         return wide_resnet(int(wide[1]), int(wide[2]), classes, channels, dropout)
     if digits := re.fullmatch(r"digits(\d+)", name):
@@ -33,12 +32,10 @@ def build(
             f"unknown model {name!r}: the models are {', '.join(NAMES)} and other "
             "wrn<depth>_<width>, as wrn16_4"
         )
-    if name == "mnist_cnn":
-        return mnist_cnn(classes, channels, image_size)
-    if name == "mlp":
-        return mlp(channels * image_size**2)
-    if name == "vgg16":
-        return vgg16(classes, channels)
+    own = {"mnist_cnn": lambda: mnist_cnn(classes, channels, image_size)}
+    own |= {"mlp": lambda: mlp(channels * image_size**2), "vgg16": lambda: vgg16(classes, channels)}
+    if name in own:
+        return own[name]()
     if name == "seresnext50_32x4d":
         import timm
 
@@ -112,9 +109,9 @@ class _WideBlock(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.relu = nn.ReLU(inplace=True)
-        self.shortcut = (
-            None if inputs == outputs else nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
-        )
+        self.shortcut = None
+        if inputs != outputs:
+            self.shortcut = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
         active = self.relu(self.norm1(images))
@@ -150,21 +147,11 @@ def mlp(width: int) -> nn.Sequential:
 
 def digits_net(width: int, classes: int, channels: int) -> nn.Sequential:
     """The demo's, for images of 8x8: `width` channels there, then twice as many at 4x4."""
-    return nn.Sequential(
-        _norm_conv(channels, width),
-        _norm_conv(width, width),
-        _norm_conv(width, 2 * width, stride=2),
-        _norm_conv(2 * width, 2 * width),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(2 * width, classes),
-    )
-
-
-def _norm_conv(channels: int, filters: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(
+    blocks, inputs = [], channels
+    for outputs, stride in ((width, 1), (width, 1), (2 * width, 2), (2 * width, 1)):
         # No bias: the batch norm after it would take it away again.
-        nn.Conv2d(channels, filters, kernel_size=3, stride=stride, padding=1, bias=False),
-        nn.BatchNorm2d(filters),
-        nn.ReLU(inplace=True),
-    )
+        conv = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+        blocks.append(nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)))
+        inputs = outputs
+    head = nn.Linear(inputs, classes)
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)

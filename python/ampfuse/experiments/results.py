@@ -156,7 +156,7 @@ def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
     value fits no row; the message says what is there."""
     found = list(rows)
     for field, wanted in wishes.items():
-        there = list(dict.fromkeys(row[field] for row in found))
+        there = dict.fromkeys(row[field] for row in found)
         if missing := [wish for wish in wanted if wish not in there]:
             shown = listed(one for one in there if one is not None)
             flag = _WISHES[field][0]

@@ -14,7 +14,6 @@ import datetime
 import io
 import json
 import math
-import operator
 import shlex
 import statistics
 import sys
@@ -483,14 +482,12 @@ def heading(script: Script, todo: Sequence[Settings], device: torch.device, proc
     first = todo[0]
     length = f"{first.iterations} iterations" if first.iterations else f"{first.epochs} epochs"
     where = device_name(device) + f", {processes} processes" * (processes > 1)
-    methods, batches = (listed(dict.fromkeys(map(operator.attrgetter(n), todo))) for n in _IN_TURN)
+    batches = listed(dict.fromkeys(of.batch_size for of in todo))
+    methods = listed(dict.fromkeys(of.method for of in todo))
     return (
         f"{script.title}\n{first.model} on {first.data}, batch {batches}, {length}, "
         f"{first.optimizer} at {first.lr:g}; {methods}.\nOn {where}, torch {torch.__version__}."
     )
-
-
-_IN_TURN = ("method", "batch_size")
 
 
 def line(result: Result) -> str:

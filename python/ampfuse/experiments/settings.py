@@ -62,10 +62,9 @@ class Settings:
     """One run: one arm, one batch size, one repeat.
 
     `recipe` is None if nobody published these settings together; `method` is what tables call the
-    arm: E1's name if it was asked for by that. With `iterations` and `epochs` a run ends with
-    whichever comes first. `loss_scale` is a number, "dynamic", or None for what the arm does by
-    itself; `growth_interval` is a level's. `mean` and `std` are of the pixels, as shares of 255;
-    None for those of the data set. `dropout` is a Wide-ResNet's, `clip` a norm, `schedule` one of
+    arm. With `iterations` and `epochs` a run ends with whichever comes first. `loss_scale` is a
+    number, "dynamic", or None for what the arm does by itself. `mean` and `std` are of the pixels,
+    as shares of 255; None for those of the data set. `clip` is a norm, `schedule` one of
     :func:`run.lr_factor`'s, and `warmup` a share of the run.
     """
 
@@ -91,25 +90,15 @@ class Settings:
     warmup: float = 0.0
     image_size: int = option(32, "pixels each way", **_COUNT)
     keep_batchnorm_fp32: bool | None = option(None, "at O2, O3 and O5", **_SWITCH)
-    fuse: bool = option(
-        False,
-        "BatchNorm, add and ReLU in one pass (default: at O1, O2, O4 and O5 in NHWC)",
-        **_SWITCH,
-    )
-    batch_size: int = option(
-        128, "of each process; one or several, each with runs of its own", "-b", nargs="+", **_COUNT
-    )
+    fuse: bool = option(False, "batch norms (default: at O1, O2, O4 and O5 in NHWC)", **_SWITCH)
+    batch_size: int = option(128, "of each process; one or several", "-b", nargs="+", **_COUNT)
     epochs: int | None = option(None, **_COUNT)
     iterations: int | None = option(None, "training steps", "--iteration", **_COUNT)
     repeats: int = option(1, "runs of each arm, with different seeds", **_COUNT)
     seed: int = option(0, "of the first repeat (default: 0)", type=int, metavar="N")
     optimizer: str = option("sgd", choices=("sgd", "adam", "adamw"))
     lr: float = option(0.01, type=positive, metavar="X")
-    loader: str = option(
-        "resident",
-        "the whole set on the device, or worker processes",
-        choices=("resident", "workers"),
-    )
+    loader: str = option("resident", "where images are made", choices=("resident", "workers"))
     workers: int = option(2, "loader processes", "-j", type=at_least(0), metavar="N")
     channels_last: bool = option(True, "NHWC (default: on)", **_SWITCH)
     cudnn_benchmark: bool = option(True, "let cuDNN try (default: on)", **_SWITCH)
@@ -118,9 +107,7 @@ class Settings:
     sync_bn: bool = option(False, "batch norm statistics across GPUs", **_ON)
     fsdp: bool = option(False, "shards of the model (FSDP2) in place of copies (DDP)", **_ON)
     evaluate: bool = option(True, "test after each epoch", **_SWITCH)
-    print_freq: int = option(
-        50, "steps between two looks at the loss (default: 50, on a CPU 5)", "-p", **_COUNT
-    )
+    print_freq: int = option(50, "steps between looks at the loss (on a CPU 5)", "-p", **_COUNT)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
@@ -175,14 +162,13 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     names = [recipe.name for recipe in script.recipes]
     add("--recipe", choices=names, help="published settings (default: those of the model)")
     add("--model", "-a", metavar="NAME", help="one of a recipe, or wrn<depth>_<width>")
-    data = "a folder with the data set (MNIST and CIFAR-10 are downloaded into an empty one), "
-    data += f"scikit-learn's handwritten digits, or noise (default: {script.data or 'none'})"
+    data = f"a folder, scikit-learn's digits, or noise (default: {script.data or 'none'})"
     add("--data", metavar="PATH|digits|synthetic", help=data)
     add("folder", nargs="?", metavar="DATA", help="the same as --data")
-    add("--download", **_ON, help="make the folder of --data, and download the data set into it")
-    arms = "one or several of those above, or all (default: FP32 and O2, or O5 on a CPU)"
+    add("--download", **_ON, help="make the folder of --data, and download MNIST or CIFAR-10")
+    arms = "one or several, or all (default: FP32 and O2, or O5 on a CPU)"
     add("--arm", nargs="+", choices=(*ARMS, "all"), metavar="ARM", help=arms)
-    modes = "E1's names: FP32; FP16 (O2 with a static scale of 128); amp (O1, or --opt-level)"
+    modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
     add("--mode", choices=tuple(_MODES), help=modes)
     add("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --arm O1")
     add("--fp16", **_ON, help="E4's name for O2 with a static scale")
@@ -193,8 +179,7 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     add("--output", "-o", type=Path, default=Path("results"), metavar="DIR")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint (.pt)")
     add("--checkpoints", **_ON, help="save one at the end of each epoch")
-    profile = "train N steps under torch's profiler and write a trace"
-    add("--prof", type=int, default=0, metavar="N", help=profile)
+    add("--prof", type=int, default=0, metavar="N", help="profile N steps and write a trace")
     add = parser.add_argument_group("how, for every arm alike").add_argument
     for name, field in FIELDS.items():
         if field.metadata and (script.distributed or name not in _DISTRIBUTED):
@@ -236,9 +221,8 @@ def runs_of(
     runs: list[Settings] = []
     for size in dict.fromkeys(flags.pop("batch_size", [None])):
         flags |= {"batch_size": size} if size else {}
-        of_size = [
-            _resolved(recipe, flags | {"arm": arm, "method": method or arm}, device) for arm in arms
-        ]
+        of_arm = [flags | {"arm": arm, "method": method or arm} for arm in arms]
+        of_size = [_resolved(recipe, one, device) for one in of_arm]
         # Arms take turns, so that whatever else the machine does meets all of them alike.
         repeats = range(of_size[0].repeats)
         runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
