@@ -5,8 +5,8 @@
 
 A step is forward pass, loss, backward pass and update on one batch of random data: AdamW for what
 has attention or an LSTM, SGD with momentum for nets with batch norms, images in channels-last
-memory, cuDNN's algorithms chosen by trying them. Each arm has a process of its own, in which it
-runs all nets, one after the other; torch's never import ampfuse. Arms:
+memory, cuDNN's algorithms chosen by trying them. Each arm of a net has a process of its own, on a
+GPU, where starting one takes long, for all nets; torch's never import ampfuse. Arms:
 
     FP32                  torch, torch's fused optimizer
     torch.amp             torch.autocast in BF16, torch's fused optimizer
@@ -392,6 +392,9 @@ def main() -> None:
                     now = {a: make for a, make in arms if first in (None, a in ARMS | ON_GPU)}
                     for measured in rows(net, now, options, in_a_row, worker_of):
                         results.add(measured)
+                    if not in_a_row:  # what they hold is memory that the next net needs
+                        processes.close()
+                        worker_of.cache_clear()
     results.finish()
 
 
