@@ -31,7 +31,6 @@ struct RowOp {
   static constexpr unsigned kReads = 0, kWrites = 0, kChecked = 0, kMeasured = 0, kUnsigned = 0;
   static constexpr bool kGradientRows = false;
   static constexpr bool kMetered = false, kPackable = false, kPlain = false;
-  static constexpr int kScratch = -1;
 
   HD static Self for_row(const TableView&, int64_t, float, float) { return {}; }
 };
@@ -55,6 +54,7 @@ template <class Self>
 struct OptimizerOp : RowOp<Self> {
   static constexpr bool kGradientRows = true;
   using Before = void;
+  static constexpr int kScratch = -1;
   static constexpr bool kGradNorms = false;
   static constexpr unsigned kGradient = bit(kGrad) | bit(kAccumulated);
   static constexpr bool kPackable = false;
