@@ -102,20 +102,19 @@ struct RowSlice {
 };
 
 // Whether `list` may be of a compact type, and of one of a byte.
-template <class Op, class Slice>
+template <class Slice>
 __device__ constexpr bool may_be_compact(int list) {
-  if (list == kParam) return Slice::Column::kSplit;
-  return Slice::Column::kCompact && is_state(list) && list != Op::kScratch;
+  return list == kParam ? Slice::Column::kSplit : Slice::Column::kCompact && is_state(list);
 }
 template <class Op, class Slice>
 __device__ constexpr bool may_be_codes(int list) {
-  return may_be_compact<Op, Slice>(list) && Op::kPackable && is_state(list);
+  return may_be_compact<Slice>(list) && Op::kPackable && is_state(list);
 }
 
 // See plain(). What cannot be compact is not asked.
-template <class Op, class Slice>
+template <class Slice>
 __device__ DType plain_of(int list, DType type) {
-  if (may_be_compact<Op, Slice>(list)) return plain(type);
+  if (may_be_compact<Slice>(list)) return plain(type);
   if (!is_plain(type)) __builtin_unreachable();
   return type;
 }
@@ -151,7 +150,7 @@ __device__ inline void widen_packs(const Slice& slice, int count, const Packs<kW
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (!(kReads & bit(list))) continue;
-    const DType type = slice(list), stored = plain_of<Op, Slice>(list, type);
+    const DType type = slice(list), stored = plain_of<Slice>(list, type);
     const Pack<kWidth>& pack = packs.of[list];
     if (is_plain(stored)) {
       widen(pack, stored, x[list].lane);
@@ -222,7 +221,7 @@ __device__ inline void store_packs(const Slice& slice, int i, int count,
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (!(kWrites & bit(list))) continue;
-    const DType type = slice(list), stored = plain_of<Op, Slice>(list, type);
+    const DType type = slice(list), stored = plain_of<Slice>(list, type);
     Pack<kWidth> pack;
     if (is_plain(stored)) {
       pack = narrow(x[list].lane, stored);

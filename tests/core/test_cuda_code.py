@@ -122,7 +122,7 @@ def test_registers_do_not_spill(arch, dump, objects, compiled):
     stacks = dict(re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+)", reports))
     assert stacks.keys() == compiled.keys()
     # (But in what one block does once a step: in a function of inspect, and 8 bytes of prepare. And
-    # 8 bytes of one instance of Muon, which computes its momentum again.)
+    # 16 bytes of one instance of Muon, which makes its momentum again.)
     spilling = {name for name, bytes_ in stacks.items() if int(bytes_)}
     assert [
         n
