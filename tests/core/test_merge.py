@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ampfuse import optim
-from ampfuse.optim import shards
+from ampfuse.optim import sharding
 from cases import assert_same_bits, everything, make
 from trainings import fractions
 
@@ -129,7 +129,7 @@ def test_a_group_of_one_decides_as_nobody_else_does(kind, device, tmp_path):
             params = [nn.Parameter(fractions(s, i).to(device)) for i, s in enumerate(SHAPES)]
             optimizer = MAKE[kind](params, max_grad_norm=0.5, skip_nonfinite=True)
             if grouped:
-                shards.Ranks(dist.group.WORLD, None).join(optimizer.param_table())
+                sharding.Ranks(dist.group.WORLD, None).join(optimizer.param_table())
             told = train(optimizer, params, lambda gradient, i: gradient.to(device))
             skipped, norms, _ = zip(*told, strict=True)
             assert skipped == tuple(step in BAD for step in range(STEPS))

@@ -292,10 +292,10 @@ def test_frozen_statistics_may_change_before_backward():
     ("call", "message"),
     [
         (lambda o, x, c: o.batch_norm_moments(x.contiguous()), "channels_last"),
-        (lambda o, x, c: o.batch_norm_apply(x, x.half(), c, c, None, None, True), "residual has"),
+        (lambda o, x, c: o.batch_norm_apply(x, x.half(), c, c, None, None, True), "residual must"),
         (lambda o, x, c: o.batch_norm_apply(x, None, c[:2], c, None, None, True), "mean has 2"),
-        (lambda o, x, c: o.batch_norm_reduce(x.half(), x, c, c[:0].byte(), False), "dy has to"),
-        (lambda o, x, c: o.batch_norm_dx(x, c.byte(), x, c, c, None, c, c, 1), "mask has to"),
+        (lambda o, x, c: o.batch_norm_reduce(x.half(), x, c, c[:0].byte(), False), "dy must"),
+        (lambda o, x, c: o.batch_norm_dx(x, c.byte(), x, c, c, None, c, c, 1), "mask must"),
     ],
 )
 def test_misuse_is_named(call, message):
