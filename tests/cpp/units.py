@@ -12,12 +12,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 
 ISA = {
-    "scalar": ("kScalar", []),
-    "avx2": ("kAvx2", ["-mavx2", "-mfma", "-mf16c"]),
-    "avx512": (
-        "kAvx512",
-        [f"-m{set}" for set in "avx512f avx512bw avx512dq avx512vl avx2 fma f16c".split()],
-    ),
+    "scalar": [],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": [f"-m{set}" for set in "avx512f avx512bw avx512dq avx512vl avx2 fma f16c".split()],
 }
 
 
@@ -32,8 +29,7 @@ class Unit(NamedTuple):
 def core_units(isa: str) -> Iterator[Unit]:
     """The core and both backends, with the CPU's kernels of one instruction set: a program runs
     one."""
-    name, flags = ISA[isa]
-    only = f"-DAMPFUSE_ONLY_ISA={name}"
+    only = f"-DAMPFUSE_HAS_{isa.upper()}"
     yield Unit("algorithms", "csrc/core/algorithms.cpp", [])
     for file in ("backend", "isa", "nn", "threads"):
         yield Unit(f"cpu-{file}", f"csrc/cpu/{file}.cpp", [only])
@@ -45,6 +41,6 @@ def core_units(isa: str) -> Iterator[Unit]:
             if ops in ("op", "nn_op"):
                 continue
             own = [f'-DAMPFUSE_OPS_HEADER="core/{folder}/{ops}.h"', f"-DAMPFUSE_OPS={ops}_ops"]
-            yield Unit(f"cpu-{ops}", f"csrc/cpu/{cpu}_{isa}.cpp", [only, *flags, *own])
+            yield Unit(f"cpu-{ops}", f"csrc/cpu/{cpu}_{isa}.cpp", [*ISA[isa], *own])
             if ops != "inspect":  # inspect.cu has its kernel
                 yield Unit(f"cuda-{ops}", f"csrc/cuda/{cuda}.cu", own)
