@@ -55,8 +55,8 @@ else
   STAMPS := .venv
   SOURCES := $(NATIVE)
   INSTALL := AMPFUSE_CUDA=$(CUDA_HERE) $(PY) buildtools/install.py --no-build-isolation
-  # The kernels of this machine's instruction set alone.
-  FOR_DEMO := -C cmake.define.AMPFUSE_CPU_ISAS=native
+  # The kernels of this machine's instruction set alone, unless the tests have asked for all.
+  FOR_DEMO = $(if $(wildcard .venv/test),,-C cmake.define.AMPFUSE_CPU_ISAS=native)
   TARGET := -e .
   TEST_EXTRAS := test,integrations,experiments
 endif
