@@ -230,9 +230,9 @@ TEXTS = {
         r" resident +loader +[\d,]+ images/s",
     ],
     "insight": [
-        r"published loader, FP32: .*\d+% of the time\)",
-        r"ResNet-18, JPEG files: .*\d+% of the time\)",
-        r"perceptron, FP32: .*\d+% of the time\)",
+        r"published loader, FP32: .*\d+% of the time",
+        r"ResNet-18, JPEG files: .*\d+% of the time",
+        r"perceptron, FP32: .*\d+% of the time",
         r"- stale: updates .* are lost\..*\n +\d+% of the updates lost .*: .*1\.weight",
         r"Nothing to be said against it\.\s*$",
     ],
