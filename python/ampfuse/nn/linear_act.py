@@ -74,7 +74,9 @@ def linear_act(linear: Any, act: nn.Module | str, x: Tensor) -> Tensor:
     fits = is_linear(linear) and linear.bias is not None and are_bare(bare)
     if curve is None or left or not fits:
         y = linear(x)
-        return _BY_TORCH[act](y) if isinstance(act, str) else act(y)
+        if not isinstance(act, str):
+            return act(y)
+        return _BY_TORCH[act](y) if left else bias_act(y, None, act)
     weight = linear.weight.t() if _has_rows(linear) else linear.weight
     return bias_act(F.linear(x, weight), linear.bias, curve)
 
