@@ -29,6 +29,7 @@
 #include <optional>
 #include <tuple>
 
+#include "half_attention.h"
 #include "half_conv.h"
 
 namespace ampfuse {
@@ -140,6 +141,11 @@ struct Kernels {
     add<at::cpu::amax, any_half_slow>("amax");
     add<at::cpu::amin, any_half_slow>("amin");
     add<at::cpu::dot, any_half_slow>("dot");
+    if (fast_bf16()) {
+      cpu.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(tiled_attention));
+      cpu.impl("_scaled_dot_product_flash_attention_for_cpu_backward",
+               TORCH_FN(tiled_attention_backward));
+    }
     if (fast_fp16() && fast_bf16() && !every) return;
     add<at::cpu::mm, products_slow>("mm");
     add<at::cpu::addmm, products_slow>("addmm");

@@ -1,0 +1,7 @@
+// The kernels of attention.h, for AVX2.
+#include "attention_run.h"
+#include "simd_avx2.h"
+
+namespace ampfuse {
+template struct AttentionKernel<Avx2>;
+}  // namespace ampfuse

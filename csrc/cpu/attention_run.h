@@ -1,0 +1,130 @@
+// The kernels of attention.h for one instruction set, which is included after it.
+#pragma once
+
+#include "attention.h"
+#include "core/exponent.h"
+#include "simd_scalar.h"
+#include "vector.h"
+
+namespace ampfuse {
+namespace {
+
+// A bit for each lane of a vector that exists.
+template <bool kWhole>
+HD uint32_t lane_bits(int count) {
+  return kWhole ? 0xffffu : (1u << count) - 1;
+}
+
+// run(whole, c, count) for each vector of columns [begin, end).
+template <class F, class Run>
+HD void for_vectors(int64_t begin, int64_t end, const Run& run) {
+  int64_t c = begin;
+  for (; c + F::kWidth <= end; c += F::kWidth) run(std::true_type(), c, F::kWidth);
+  if (c < end) run(std::false_type(), c, int(end - c));
+}
+
+template <DType kType, class F, bool kWhole, class T>
+HD F load(const T* data, int64_t c, int count) {
+  using Lanes = typename F::template Lanes<kType>;
+  if constexpr (kWhole) return Lanes::widen(Lanes::load(data + c));
+  return Lanes::widen(Lanes::load_first(data + c, count));
+}
+template <bool kWhole, class F>
+HD void store_half(const F& x, uint16_t* data, int64_t c, int count) {
+  using Lanes = typename F::template Lanes<DType::kBFloat16>;
+  if constexpr (kWhole) return Lanes::store(data + c, Lanes::narrow(x));
+  Lanes::store_first(data + c, Lanes::narrow(x), count);
+}
+
+// The lanes of a vector.
+template <class F>
+struct LanesOf {
+  alignas(64) float value[F::kWidth];
+  HD explicit LanesOf(const F& x) {
+    using Lanes = typename F::template Lanes<DType::kFloat32>;
+    Lanes::store(value, Lanes::narrow(x));
+  }
+};
+
+HD void clear(uint16_t* data, int64_t begin, int64_t end) {
+  for (int64_t c = begin; c < end; ++c) data[c] = 0;
+}
+
+}  // namespace
+
+template <class F>
+void AttentionKernel<F>::softmax(const ScoreRows& block, const float* scores, uint16_t* p,
+                                 float* lse, float* inverse) {
+  constexpr DType kFloat = DType::kFloat32;
+  const F scale(block.scale);
+  for (int64_t row = 0; row < block.rows; ++row, scores += block.stride, p += block.stride) {
+    const int64_t end = block.end(row);
+    F highest(-__builtin_inff());
+    for_vectors<F>(0, end, [&](auto whole, int64_t c, int count) HD_LAMBDA {
+      const uint32_t bits = lane_bits<whole>(count);
+      F x = load<kFloat, F, whole>(scores, c, count) * scale;
+      if constexpr (!whole) x = keep(bits, x) + keep(~bits, F(-__builtin_inff()));
+      highest = max_nan(highest, x);
+    });
+    float max = -__builtin_inff();
+    for (float value : LanesOf<F>(highest).value) max = max_nan(max, value);
+    F sums(0.0f);
+    for_vectors<F>(0, end, [&](auto whole, int64_t c, int count) HD_LAMBDA {
+      const F x = load<kFloat, F, whole>(scores, c, count);
+      const F power = exponential(fma(x, scale, F(-max)));
+      store_half<whole>(power, p, c, count);
+      sums = sums + keep(lane_bits<whole>(count), power);
+    });
+    float sum = 0;
+    for (float value : LanesOf<F>(sums).value) sum += value;
+    clear(p, end, block.padded);
+    inverse[row] = 1.0f / sum;
+    lse[row] = float(double(max) + logarithm(double(sum)));
+  }
+}
+
+template <class F>
+void AttentionKernel<F>::gradient(const ScoreRows& block, const float* scores, const float* dp,
+                                  const float* lse, const float* delta, uint16_t* p,
+                                  uint16_t* ds) {
+  constexpr DType kFloat = DType::kFloat32;
+  const F scale(block.scale);
+  for (int64_t row = 0; row < block.rows; ++row) {
+    for_vectors<F>(0, block.columns, [&](auto whole, int64_t c, int count) HD_LAMBDA {
+      const auto at = [&](const float* data) HD_LAMBDA {
+        return load<kFloat, F, whole>(data, c, count);
+      };
+      const F power = exponential(at(scores) * scale - at(lse));
+      store_half<whole>(power, p, c, count);
+      store_half<whole>(power * (at(dp) - at(delta)) * scale, ds, c, count);
+    });
+    uint16_t* const written[] = {p, ds};
+    for (uint16_t* const data : written) {
+      clear(data, 0, block.begin(row));
+      clear(data, block.columns, block.padded);
+    }
+    scores += block.stride, dp += block.stride, p += block.stride, ds += block.stride;
+  }
+}
+
+template <class F>
+void AttentionKernel<F>::narrow(const float* x, float factor, int64_t count, uint16_t* y) {
+  for_vectors<F>(0, count, [&](auto whole, int64_t c, int lanes) HD_LAMBDA {
+    store_half<whole>(load<DType::kFloat32, F, whole>(x, c, lanes) * F(factor), y, c, lanes);
+  });
+}
+
+template <class F>
+float AttentionKernel<F>::dot(const uint16_t* x, const uint16_t* y, int64_t count) {
+  constexpr DType kHalf = DType::kBFloat16;
+  F sum(0.0f);
+  for_vectors<F>(0, count, [&](auto whole, int64_t c, int lanes) HD_LAMBDA {
+    const F product = load<kHalf, F, whole>(x, c, lanes) * load<kHalf, F, whole>(y, c, lanes);
+    sum = sum + keep(lane_bits<whole>(lanes), product);
+  });
+  float total = 0;
+  for (float value : LanesOf<F>(sum).value) total += value;
+  return total;
+}
+
+}  // namespace ampfuse

@@ -1,0 +1,7 @@
+// The kernels of attention.h, for plain C++.
+#include "attention_run.h"
+#include "simd_scalar.h"
+
+namespace ampfuse {
+template struct AttentionKernel<Scalar>;
+}  // namespace ampfuse

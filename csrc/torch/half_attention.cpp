@@ -1,0 +1,289 @@
+// Attention as FlashAttention-2 computes it (Dao 2023): scores of a block at a time, in FP32, and in
+// the backward pass again from the logarithms of the sums. torch's own kernel multiplies blocks of
+// 32 to 64 queries by calls of oneDNN's matrix product, each of which takes as long to start as to
+// compute, and 3 to 4 times as long in the backward pass. Here a block is a tile of oneDNN's small
+// kernels ("brgemm"), which read the second factor in an order that is made once.
+//
+// Each head of each text is one thread's. The backward pass goes along the keys: scores are
+// transposed, so that the gradients of keys and values are products of what lies in rows.
+
+#include "half_attention.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward_cpu_dispatch.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_cpu_dispatch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "cpu/attention.h"
+
+namespace ampfuse {
+namespace {
+
+using at::Tensor;
+using Bits = uint16_t;  // of a BF16 value
+
+constexpr int64_t kTile = 64;     // columns of a tile, and rows of a block
+constexpr int64_t kBlock = 256;   // columns of a block of the backward pass
+constexpr int64_t kMaxWidth = 256;  // of a head
+
+int64_t even(int64_t count) { return count + count % 2; }
+int64_t tiles(int64_t count) { return (count + kTile - 1) / kTile; }
+
+template <class T>
+std::unique_ptr<T[]> buffer(int64_t count) {
+  return std::unique_ptr<T[]>(new T[count]);
+}
+
+// One head's tokens, of which each is a row.
+struct Rows {
+  Bits* data;
+  int64_t stride, count, width;
+
+  Rows(const Tensor& tensor, int64_t head)
+      : data(reinterpret_cast<Bits*>(tensor.data_ptr<at::BFloat16>()) +
+             head / tensor.size(1) * tensor.stride(0) + head % tensor.size(1) * tensor.stride(1)),
+        stride(tensor.stride(2)),
+        count(tensor.size(2)),
+        width(tensor.size(3)) {}
+  Bits* row(int64_t i) const { return data + i * stride; }
+};
+
+// The second factor of products: tiles of 64 columns, in which two neighbouring rows alternate.
+class Packed {
+ public:
+  Packed(int64_t rows, int64_t columns)
+      : tile_size_(even(rows) * kTile), data_(buffer<Bits>(tile_size_ * tiles(columns))) {}
+
+  // The matrix itself, or its rows [0, count) where it is a block.
+  void rows_of(const Bits* from, int64_t stride, int64_t count, int64_t columns) {
+    for (int64_t first = 0; first < columns; first += kTile) {
+      const int64_t width = std::min(kTile, columns - first);
+      for (int64_t row = 0; row < count; row += 2) {
+        Bits* const to = tile(first) + row * kTile;
+        const Bits* const even_row = from + row * stride + first;
+        if (row + 1 < count) {
+          const Bits* const odd_row = even_row + stride;
+          for (int64_t c = 0; c < width; ++c) to[2 * c] = even_row[c], to[2 * c + 1] = odd_row[c];
+        } else {
+          for (int64_t c = 0; c < width; ++c) to[2 * c] = even_row[c], to[2 * c + 1] = 0;
+        }
+      }
+    }
+  }
+
+  // The matrix whose columns are `rows`, of an even width.
+  void transpose_of(const Rows& rows) {
+    for (int64_t i = 0; i < rows.count; ++i) {
+      Bits* const to = tile(i) + i % kTile * 2;
+      const Bits* const from = rows.row(i);
+      for (int64_t c = 0; c < rows.width; c += 2) {
+        to[c * kTile] = from[c];
+        to[c * kTile + 1] = from[c + 1];
+      }
+    }
+  }
+
+  // c = a b, or c += a b; b is rows [first_row, first_row + k) and columns [first, first + n) of
+  // this matrix, k even, the firsts multiples of a tile.
+  void product(int64_t m, int64_t n, int64_t k, const Bits* a, int64_t a_stride, float* c,
+               int64_t c_stride, bool add, int64_t first = 0, int64_t first_row = 0) const {
+    for (int64_t j = 0; j < n; j += kTile)
+      at::native::cpublas::brgemm(
+          m, std::min(kTile, n - j), k, a_stride, kTile, c_stride, add,
+          reinterpret_cast<const at::BFloat16*>(a),
+          reinterpret_cast<const at::BFloat16*>(tile(first + j) + first_row * kTile), c + j);
+  }
+
+ private:
+  Bits* tile(int64_t column) const { return data_.get() + column / kTile * tile_size_; }
+
+  int64_t tile_size_;
+  std::unique_ptr<Bits[]> data_;
+};
+
+float scale_of(const Tensor& query, const std::optional<double>& scale) {
+  return float(scale.value_or(1.0 / std::sqrt(double(query.size(3)))));
+}
+
+struct Problem {
+  AttentionKernels kernels = attention_kernels();
+  float scale;
+  bool is_causal;
+};
+
+void forward_of(const Problem& problem, const Rows& q, const Rows& k, const Rows& v,
+                const Rows& out, float* lse, int64_t lse_stride) {
+  Packed keys(k.width, k.count), values(v.count, v.width);
+  keys.transpose_of(k);
+  values.rows_of(v.data, v.stride, v.count, v.width);
+  const int64_t stride = even(k.count);
+  const auto scores = buffer<float>(kTile * std::max(stride, v.width));
+  const auto p = buffer<Bits>(kTile * stride);
+  for (int64_t first = 0; first < q.count; first += kTile) {
+    const int64_t rows = std::min(kTile, q.count - first);
+    ScoreRows block{rows, k.count, 0, stride, problem.scale, ScoreRows::Causal::kNo, first};
+    if (problem.is_causal) {
+      block.columns = std::min(k.count, first + rows);
+      block.causal = ScoreRows::Causal::kUpTo;
+    }
+    block.padded = even(block.columns);
+    keys.product(rows, block.columns, q.width, q.row(first), q.stride, scores.get(), stride, false);
+    float sums[kTile], inverse[kTile];
+    problem.kernels.softmax(block, scores.get(), p.get(), sums, inverse);
+    values.product(rows, v.width, block.padded, p.get(), stride, scores.get(), v.width, false);
+    for (int64_t row = 0; row < rows; ++row) {
+      problem.kernels.narrow(scores.get() + row * v.width, inverse[row], v.width,
+                             out.row(first + row));
+      lse[(first + row) * lse_stride] = sums[row];
+    }
+  }
+}
+
+void backward_of(const Problem& problem, const Rows& grad, const Rows& q, const Rows& k,
+                 const Rows& v, const Rows& out, const float* lse, int64_t lse_stride,
+                 const Rows& dq, const Rows& dk, const Rows& dv) {
+  const int64_t queries = q.count, width = q.width;
+  Packed qs(queries, width), qs_transposed(width, queries);
+  Packed grads(queries, width), grads_transposed(width, queries);
+  qs.rows_of(q.data, q.stride, queries, width);
+  qs_transposed.transpose_of(q);
+  grads.rows_of(grad.data, grad.stride, queries, width);
+  grads_transposed.transpose_of(grad);
+  const auto sums = buffer<float>(queries), delta = buffer<float>(queries);
+  for (int64_t i = 0; i < queries; ++i) {
+    sums[i] = lse[i * lse_stride];
+    delta[i] = problem.kernels.dot(grad.row(i), out.row(i), width);
+  }
+  // The gradient of the queries, transposed.
+  const auto dq_transposed = buffer<float>(width * queries);
+  std::fill_n(dq_transposed.get(), width * queries, 0.0f);
+  const auto scores = buffer<float>(kTile * kBlock), dp = buffer<float>(kTile * kBlock);
+  const auto p = buffer<Bits>(kTile * kBlock), ds = buffer<Bits>(kTile * kBlock);
+  const auto keys = buffer<Bits>(width * kTile);
+  Packed ds_packed(kTile, kBlock);
+  const auto dks = buffer<float>(kTile * width), dvs = buffer<float>(kTile * width);
+  for (int64_t first = 0; first < k.count; first += kTile) {
+    const int64_t rows = std::min(kTile, k.count - first);
+    for (int64_t c = 0; c < width; ++c)
+      for (int64_t row = 0; row < even(rows); ++row)
+        keys[c * kTile + row] = row < rows ? k.row(first + row)[c] : Bits(0);
+    const int64_t begin = problem.is_causal ? first : 0;
+    for (int64_t column = begin; column < queries; column += kBlock) {
+      const int64_t columns = std::min(kBlock, queries - column), padded = even(columns);
+      const auto causal = problem.is_causal ? ScoreRows::Causal::kFrom : ScoreRows::Causal::kNo;
+      const ScoreRows block{rows,   columns, padded, kBlock, problem.scale,
+                            causal, first - column};
+      const bool add = column > begin;
+      qs_transposed.product(rows, columns, width, k.row(first), k.stride, scores.get(), kBlock,
+                            false, column);
+      grads_transposed.product(rows, columns, width, v.row(first), v.stride, dp.get(), kBlock,
+                               false, column);
+      problem.kernels.gradient(block, scores.get(), dp.get(), &sums[column], &delta[column],
+                               p.get(), ds.get());
+      grads.product(rows, width, padded, p.get(), kBlock, dvs.get(), width, add, 0, column);
+      qs.product(rows, width, padded, ds.get(), kBlock, dks.get(), width, add, 0, column);
+      ds_packed.rows_of(ds.get(), kBlock, rows, columns);
+      ds_packed.product(width, columns, even(rows), keys.get(), kTile, &dq_transposed[column],
+                        queries, true);
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      if (begin >= queries) {  // after the last query: nothing reads this key
+        std::fill_n(dk.row(first + row), width, Bits(0));
+        std::fill_n(dv.row(first + row), width, Bits(0));
+        continue;
+      }
+      problem.kernels.narrow(&dks[row * width], 1.0f, width, dk.row(first + row));
+      problem.kernels.narrow(&dvs[row * width], 1.0f, width, dv.row(first + row));
+    }
+  }
+  const auto halves = buffer<Bits>(width * queries);
+  problem.kernels.narrow(dq_transposed.get(), 1.0f, width * queries, halves.get());
+  for (int64_t i = 0; i < queries; ++i)
+    for (int64_t c = 0; c < width; ++c) dq.row(i)[c] = halves[c * queries + i];
+}
+
+// Whether the kernels here have this case; torch's have the others.
+bool is_ours(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
+             const std::optional<Tensor>& mask) {
+#if defined(__x86_64__) && defined(CPUBLAS_BRGEMM_BF16BF16F32)
+  const auto is_half = [](const Tensor& x) {
+    return x.scalar_type() == at::kBFloat16 && x.dim() == 4 && x.numel() > 0;
+  };
+  const auto sizes = [](const Tensor& x) { return x.sizes(); };
+  return is_half(q) && is_half(k) && is_half(v) && dropout_p == 0.0 && !(mask && mask->defined()) &&
+         sizes(k) == sizes(v) && q.size(0) == k.size(0) && q.size(1) == k.size(1) &&
+         q.size(3) == k.size(3) && q.size(3) % 2 == 0 && q.size(3) <= kMaxWidth &&
+         q.size(0) * q.size(1) >= at::get_num_threads() &&
+         at::globalContext().userEnabledMkldnn();
+#else
+  return false;
+#endif
+}
+
+Tensor in_rows(const Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); }
+
+// (batch, heads, tokens, width) as it lies in memory by tokens, which is how torch's come.
+Tensor by_tokens(const Tensor& like) {
+  return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options())
+      .transpose(1, 2);
+}
+
+// run(head) for each head of each text.
+template <class Run>
+void for_heads(const Tensor& q, const Run& run) {
+  at::parallel_for(0, q.size(0) * q.size(1), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head) run(head);
+    at::native::cpublas::brgemm_release();
+  });
+}
+
+// Where the logarithms of a head begin.
+float* of_head(const Tensor& lse, int64_t head) {
+  return lse.data_ptr<float>() + head / lse.size(1) * lse.stride(0) +
+         head % lse.size(1) * lse.stride(1);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> tiled_attention(const Tensor& query, const Tensor& key,
+                                           const Tensor& value, double dropout_p, bool is_causal,
+                                           const std::optional<Tensor>& mask,
+                                           std::optional<double> scale) {
+  if (!is_ours(query, key, value, dropout_p, mask))
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p,
+                                                                is_causal, mask, scale);
+  const Tensor q = in_rows(query), k = in_rows(key), v = in_rows(value), out = by_tokens(q);
+  const Tensor lse =
+      at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat)).transpose(1, 2);
+  const Problem problem{.scale = scale_of(q, scale), .is_causal = is_causal};
+  for_heads(q, [&](int64_t head) {
+    forward_of(problem, Rows(q, head), Rows(k, head), Rows(v, head), Rows(out, head),
+               of_head(lse, head), lse.stride(2));
+  });
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> tiled_attention_backward(
+    const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& logsumexp, double dropout_p, bool is_causal,
+    const std::optional<Tensor>& mask, std::optional<double> scale) {
+  if (!is_ours(query, key, value, dropout_p, mask) || grad.scalar_type() != at::kBFloat16)
+    return at::cpu::_scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, logsumexp, dropout_p, is_causal, mask, scale);
+  const Tensor q = in_rows(query), k = in_rows(key), v = in_rows(value), y = in_rows(out),
+               dy = in_rows(grad);
+  const Tensor dq = by_tokens(q), dk = by_tokens(k), dv = by_tokens(v);
+  const Problem problem{.scale = scale_of(q, scale), .is_causal = is_causal};
+  for_heads(q, [&](int64_t head) {
+    backward_of(problem, Rows(dy, head), Rows(q, head), Rows(k, head), Rows(v, head),
+                Rows(y, head), of_head(logsumexp, head), logsumexp.stride(2), Rows(dq, head),
+                Rows(dk, head), Rows(dv, head));
+  });
+  return {dq, dk, dv};
+}
+
+}  // namespace ampfuse
