@@ -36,13 +36,28 @@ HD void store_half(const F& x, uint16_t* data, int64_t c, int count) {
   Lanes::store_first(data + c, Lanes::narrow(x), count);
 }
 
-// The lanes of a vector.
+// What each of 16 lanes has of a row, in the order of columns whatever the width of a vector.
 template <class F>
-struct LanesOf {
-  alignas(64) float value[F::kWidth];
-  HD explicit LanesOf(const F& x) {
+struct RowLanes16 {
+  static constexpr int kVectors = 16 / F::kWidth;
+  F value[kVectors];
+
+  HD explicit RowLanes16(float start) {
+    for (F& x : value) x = F(start);
+  }
+  HD F& at(int64_t column) { return value[column / F::kWidth % kVectors]; }
+  // run(lane) for each, in order.
+  template <class Run>
+  HD void each(const Run& run) const {
     using Lanes = typename F::template Lanes<DType::kFloat32>;
-    Lanes::store(value, Lanes::narrow(x));
+    alignas(64) float lanes[16];
+    for (int v = 0; v < kVectors; ++v) Lanes::store(lanes + v * F::kWidth, Lanes::narrow(value[v]));
+    for (float lane : lanes) run(lane);
+  }
+  HD float sum() const {
+    float total = 0;
+    each([&](float lane) HD_LAMBDA { total += lane; });
+    return total;
   }
 };
 
@@ -59,24 +74,23 @@ void AttentionKernel<F>::softmax(const ScoreRows& block, const float* scores, ui
   const F scale(block.scale);
   for (int64_t row = 0; row < block.rows; ++row, scores += block.stride, p += block.stride) {
     const int64_t end = block.end(row);
-    F highest(-__builtin_inff());
+    RowLanes16<F> highest(-__builtin_inff());
     for_vectors<F>(0, end, [&](auto whole, int64_t c, int count) HD_LAMBDA {
       const uint32_t bits = lane_bits<whole>(count);
       F x = load<kFloat, F, whole>(scores, c, count) * scale;
       if constexpr (!whole) x = keep(bits, x) + keep(~bits, F(-__builtin_inff()));
-      highest = max_nan(highest, x);
+      highest.at(c) = max_nan(highest.at(c), x);
     });
     float max = -__builtin_inff();
-    for (float value : LanesOf<F>(highest).value) max = max_nan(max, value);
-    F sums(0.0f);
+    highest.each([&](float lane) HD_LAMBDA { max = max_nan(max, lane); });
+    RowLanes16<F> sums(0);
     for_vectors<F>(0, end, [&](auto whole, int64_t c, int count) HD_LAMBDA {
       const F x = load<kFloat, F, whole>(scores, c, count);
       const F power = exponential(fma(x, scale, F(-max)));
       store_half<whole>(power, p, c, count);
-      sums = sums + keep(lane_bits<whole>(count), power);
+      sums.at(c) = sums.at(c) + keep(lane_bits<whole>(count), power);
     });
-    float sum = 0;
-    for (float value : LanesOf<F>(sums).value) sum += value;
+    const float sum = sums.sum();
     clear(p, end, block.padded);
     inverse[row] = 1.0f / sum;
     lse[row] = float(double(max) + logarithm(double(sum)));
@@ -117,14 +131,12 @@ void AttentionKernel<F>::narrow(const float* x, float factor, int64_t count, uin
 template <class F>
 float AttentionKernel<F>::dot(const uint16_t* x, const uint16_t* y, int64_t count) {
   constexpr DType kHalf = DType::kBFloat16;
-  F sum(0.0f);
+  RowLanes16<F> sums(0);
   for_vectors<F>(0, count, [&](auto whole, int64_t c, int lanes) HD_LAMBDA {
     const F product = load<kHalf, F, whole>(x, c, lanes) * load<kHalf, F, whole>(y, c, lanes);
-    sum = sum + keep(lane_bits<whole>(lanes), product);
+    sums.at(c) = sums.at(c) + keep(lane_bits<whole>(lanes), product);
   });
-  float total = 0;
-  for (float value : LanesOf<F>(sum).value) total += value;
-  return total;
+  return sums.sum();
 }
 
 }  // namespace ampfuse

@@ -19,6 +19,7 @@
 #include <memory>
 
 #include "cpu/attention.h"
+#include "half_ops.h"
 
 namespace ampfuse {
 namespace {
@@ -206,22 +207,37 @@ void backward_of(const Problem& problem, const Rows& grad, const Rows& q, const 
     for (int64_t c = 0; c < width; ++c) dq.row(i)[c] = halves[c * queries + i];
 }
 
+// Whether oneDNN has its small kernels on this CPU; torch has no other way to ask.
+bool has_tiles() {
+  static const bool has = [] {
+    const Bits a[4] = {}, b[2 * kTile] = {};
+    float c[2 * kTile];
+    try {
+      at::native::cpublas::brgemm(2, kTile, 2, 2, kTile, kTile, false,
+                                  reinterpret_cast<const at::BFloat16*>(a),
+                                  reinterpret_cast<const at::BFloat16*>(b), c);
+      at::native::cpublas::brgemm_release();
+    } catch (const c10::Error&) {
+      return false;
+    }
+    return true;
+  }();
+  return has;
+}
+
 // Whether the kernels here have this case; torch's have the others.
 bool is_ours(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
              const std::optional<Tensor>& mask) {
-#if defined(__x86_64__) && defined(CPUBLAS_BRGEMM_BF16BF16F32)
   const auto is_half = [](const Tensor& x) {
     return x.scalar_type() == at::kBFloat16 && x.dim() == 4 && x.numel() > 0;
   };
-  const auto sizes = [](const Tensor& x) { return x.sizes(); };
-  return is_half(q) && is_half(k) && is_half(v) && dropout_p == 0.0 && !(mask && mask->defined()) &&
-         sizes(k) == sizes(v) && q.size(0) == k.size(0) && q.size(1) == k.size(1) &&
-         q.size(3) == k.size(3) && q.size(3) % 2 == 0 && q.size(3) <= kMaxWidth &&
-         q.size(0) * q.size(1) >= at::get_num_threads() &&
-         at::globalContext().userEnabledMkldnn();
-#else
-  return false;
-#endif
+  if (!is_half(q) || !is_half(k) || !is_half(v) || dropout_p != 0.0 || (mask && mask->defined()))
+    return false;
+  const int64_t heads = q.size(0) * q.size(1), width = q.size(3);
+  return k.sizes() == v.sizes() && q.size(0) == k.size(0) && q.size(1) == k.size(1) &&
+         width == k.size(3) && width % 2 == 0 && width <= kMaxWidth &&
+         heads >= at::get_num_threads() && at::globalContext().userEnabledMkldnn() &&
+         fast_bf16() && has_tiles();
 }
 
 Tensor in_rows(const Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); }

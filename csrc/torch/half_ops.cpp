@@ -1,17 +1,15 @@
 // Operations that torch computes slowly in half precision on the CPU, in FP32 and rounded instead.
 //
-// torch has no fast kernel for the backward of an FP16 convolution: it falls back to oneDNN's
-// reference, 170 times slower than FP32. On a CPU without instructions for a half type,
-// convolutions and matrix products of that type go through scalar loops too, up to 350 times
-// slower. And on every CPU amax and amin over the outer dimensions of memory (channels_last) are 20
-// to 40 times slower, dot 70 to 100 times.
+// torch has no fast kernel for the backward pass of an FP16 convolution: it falls back to oneDNN's
+// reference, 170 times slower than FP32. On a CPU without instructions for a half type, convolutions
+// and matrix products of that type go through scalar loops too, up to 350 times slower.
 //
-// The kernels below stand in for these operations on the CPU, once set_half_ops has registered
-// them: they widen half arguments to FP32, call torch's own kernel, and round the result once, as
-// tensor cores do. The CPU dispatch key lies below autograd and autocast, so both work as before,
-// and CUDA tensors never come here. Everything but a slow half type goes to torch's kernel as it
-// came (convolutions by way of half_conv.h). What belongs in the table: the cases "op-..." of
-// benchmarks/layers.py.
+// Once set_half_ops has registered them, the kernels below replace torch's on the CPU. They widen
+// half arguments to FP32, call torch's own kernel, and round the result once, as tensor cores do.
+// The CPU dispatch key lies below autograd and autocast, so both work as before, and CUDA tensors
+// never come here. All types that are not slow go to torch's kernel unchanged, BF16 convolutions by
+// way of half_conv.h and BF16 attention by way of half_attention.h. An operation belongs here if it
+// makes a whole step of benchmarks/nets.py 3 % faster.
 
 #include "half_ops.h"
 
@@ -19,11 +17,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/addmv_cpu_dispatch.h>
-#include <ATen/ops/amax_cpu_dispatch.h>
-#include <ATen/ops/amin_cpu_dispatch.h>
 #include <ATen/ops/baddbmm_cpu_dispatch.h>
 #include <ATen/ops/bmm_cpu_dispatch.h>
-#include <ATen/ops/dot_cpu_dispatch.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 
 #include <optional>
@@ -42,10 +37,7 @@ bool torch_says(const char* question) {
   return op && op->typed<bool()>().call();
 }
 
-bool fast_fp16() {
-  static const bool fast = torch_says("mkldnn::_is_mkldnn_fp16_supported");
-  return fast;
-}
+}  // namespace
 
 bool fast_bf16() {
   static const bool fast = [] {
@@ -57,6 +49,13 @@ bool fast_bf16() {
 #endif
     return true;
   }();
+  return fast;
+}
+
+namespace {
+
+bool fast_fp16() {
+  static const bool fast = torch_says("mkldnn::_is_mkldnn_fp16_supported");
   return fast;
 }
 
@@ -138,14 +137,9 @@ struct Kernels {
     add<small_convolution, products_slow>("_convolution");
 
     Unwarned these_replace_kernels;
-    add<at::cpu::amax, any_half_slow>("amax");
-    add<at::cpu::amin, any_half_slow>("amin");
-    add<at::cpu::dot, any_half_slow>("dot");
-    if (fast_bf16()) {
-      cpu.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(tiled_attention));
-      cpu.impl("_scaled_dot_product_flash_attention_for_cpu_backward",
-               TORCH_FN(tiled_attention_backward));
-    }
+    cpu.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(tiled_attention));
+    cpu.impl("_scaled_dot_product_flash_attention_for_cpu_backward",
+             TORCH_FN(tiled_attention_backward));
     if (fast_fp16() && fast_bf16() && !every) return;
     add<at::cpu::mm, products_slow>("mm");
     add<at::cpu::addmm, products_slow>("addmm");

@@ -13,6 +13,9 @@ bool half_ops();
 // every kernel). One call at a time: Python's lock sees to it.
 void set_half_ops(bool on, bool every = false);
 
+// Whether this CPU has instructions for BF16.
+bool fast_bf16();
+
 // Whether autocast has the rules of half_rules.cpp on the CPU; registers them, or takes them
 // back.
 bool autocast_rules();

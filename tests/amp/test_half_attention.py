@@ -1,0 +1,231 @@
+"""csrc/torch/half_attention.cpp: BF16 attention on the CPU in tiles of oneDNN's small kernels."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampfuse import cpu_half_ops, hardware
+from convolutions import assert_torchs_own
+from programs import python
+
+HALF = torch.bfloat16
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+pytestmark = pytest.mark.skipif(
+    not hardware.cpu_has_bf16(), reason="BF16 is computed in FP32 on this CPU"
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ours():
+    with cpu_half_ops():
+        yield
+
+
+def as_a_model_has_it(batch, heads, tokens, width):
+    """Of a projection: rows of tokens, heads next to each other."""
+    return torch.randn(batch, tokens, heads, width).to(HALF).transpose(1, 2)
+
+
+def of_packed(batch, heads, tokens, width):
+    return torch.randn(batch, tokens, 3, heads, width).to(HALF)[:, :, 1].transpose(1, 2)
+
+
+def contiguous(*shape):
+    return torch.randn(shape).to(HALF)
+
+
+def columns_apart(*shape):
+    return torch.randn(*shape, 2).to(HALF)[..., 0]
+
+
+LAYOUTS = (as_a_model_has_it, of_packed, contiguous, columns_apart)
+
+
+class Case:
+    def __init__(
+        self, queries, keys=None, width=64, batch=2, heads=2, layout=as_a_model_has_it,
+        is_causal=False, scale=None, spread=1.0,
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        of_keys = batch, heads, keys or queries, width
+        self.q = layout(batch, heads, queries, width) * spread
+        self.k, self.v = layout(*of_keys), layout(*of_keys)
+        self.dy = layout(batch, heads, queries, width)
+        self.is_causal, self.scale = is_causal, scale
+
+    def results(self):
+        y, lse = FORWARD(self.q, self.k, self.v, 0.0, self.is_causal, scale=self.scale)
+        inputs = self.dy, self.q, self.k, self.v, y, lse
+        return y, lse, *BACKWARD(*inputs, 0.0, self.is_causal, scale=self.scale)
+
+    def torchs(self):
+        with cpu_half_ops(False):
+            return self.results()
+
+    def exact(self):
+        """By the definition, in FP64."""
+        q, k, v = (x.double().requires_grad_() for x in (self.q, self.k, self.v))
+        scores = q @ k.mT * (self.q.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        if self.is_causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        y = scores.softmax(-1) @ v
+        y.backward(self.dy.double())
+        return y.detach(), scores.logsumexp(-1).detach(), q.grad, k.grad, v.grad
+
+
+def assert_right(case):
+    """No further from the definition than torch's own, in the same layout."""
+    names = "y", "lse", "dq", "dk", "dv"
+    for name, ours, torchs, exact in zip(
+        names, case.results(), case.torchs(), case.exact(), strict=True
+    ):
+        assert ours.dtype == torchs.dtype, name
+        assert ours.shape == exact.shape, name
+        strides = zip(ours.shape, ours.stride(), torchs.stride(), strict=True)
+        assert all(size == 1 or mine == other for size, mine, other in strides), name
+        error, torchs_error = ((x.double() - exact).abs() for x in (ours, torchs))
+        unit = (2.0**-8 if ours.dtype == HALF else 1e-6) * exact.abs()
+        assert (error <= unit + 2 * torchs_error.max() + 1e-6).all(), name
+        assert error.mean() <= 1.1 * torchs_error.mean() + 0.02 * unit.mean() + 1e-7, name
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 197, 256, 257, 331, 513])
+def test_tokens(tokens, is_causal):
+    assert_right(Case(tokens, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 200), (200, 1), (70, 330), (330, 70), (64, 65)])
+def test_more_keys_or_more_queries(queries, keys, is_causal):
+    assert_right(Case(queries, keys, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("width", [2, 4, 30, 32, 64, 66, 80, 96, 128, 160, 256])
+def test_widths(width):
+    assert_right(Case(70, width=width, is_causal=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_layouts(layout):
+    assert_right(Case(100, layout=layout))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.5])
+def test_scales(scale):
+    assert_right(Case(100, scale=scale))
+
+
+def test_large_scores():
+    """Where all but one probability of a row is next to nothing."""
+    assert_right(Case(150, spread=60.0))
+
+
+@given(
+    queries=st.integers(1, 300), keys=st.integers(1, 300), half_width=st.integers(1, 70),
+    heads=st.integers(2, 3), layout=st.sampled_from(LAYOUTS), is_causal=st.booleans(),
+)  # fmt: skip
+def test_any_shape(queries, keys, half_width, heads, layout, is_causal):
+    options = {"heads": heads, "layout": layout, "is_causal": is_causal}
+    assert_right(Case(queries, keys, width=2 * half_width, **options))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["q", "k", "v", "dy"])
+def test_what_is_not_finite_stays_visible(where, value):
+    case = Case(70, is_causal=True)
+    getattr(case, where)[1, 0, 66, 3] = value
+    for name, ours, exact in zip("y lse dq dk dv".split(), case.results(), case.exact()):
+        assert (ours.isfinite() | ~exact.isfinite()).all(), name  # no more than the definition
+        if name != "lse":
+            rows = exact.isfinite().all(-1)
+            assert torch.equal(ours.isfinite().all(-1), rows), name
+
+
+def mask(case):
+    return torch.zeros(case.q.shape[2], case.k.shape[2], dtype=HALF)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda case: {"attn_mask": mask(case)},
+        lambda case: {"attn_mask": mask(case).float()},
+    ],
+    ids=["mask", "FP32 mask"],
+)
+def test_what_torch_computes_as_before(changed):
+    case = Case(70)
+    assert_torchs_own(lambda: FORWARD(case.q, case.k, case.v, 0.0, False, **changed(case)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(70, width=63), Case(70, width=258), Case(70, batch=1, heads=1)],
+    ids=["odd width", "wide", "fewer heads than threads"],
+)
+def test_cases_that_torch_computes_as_before(case):
+    assert_torchs_own(case.results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_other_types_are_torchs(dtype):
+    case = Case(70)
+    case.q, case.k, case.v, case.dy = (x.to(dtype) for x in (case.q, case.k, case.v, case.dy))
+    assert_torchs_own(case.results)
+
+
+def test_without_onednn_it_is_torchs():
+    case = Case(70)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert_torchs_own(case.results)
+
+
+def gradients(attend, case, **options):
+    inputs = [x.detach().clone().requires_grad_() for x in (case.q, case.k, case.v)]
+    attend(*inputs, **options).backward(case.dy)
+    return [x.grad for x in inputs]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_autograd_and_compiled_code_come_to_it(backend, dynamic):
+    case = Case(70)
+    _, _, *expected = case.results()
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=dynamic)
+    for call in (attend, compiled):
+        for ours, exact in zip(gradients(call, case), expected, strict=True):
+            assert torch.equal(ours, exact)
+
+
+def test_under_autocast():
+    case = Case(70)
+    with torch.autocast("cpu", dtype=HALF):
+        y = F.scaled_dot_product_attention(case.q.float(), case.k.float(), case.v.float())
+    assert torch.equal(y, case.results()[0])
+
+
+HASH = """
+import hashlib, sys, torch
+sys.path[:0] = ["tests/amp", "tests"]
+from test_half_attention import Case, cpu_half_ops
+with cpu_half_ops():
+    results = [x for n in (5, 197) for c in (0, 1) for x in Case(n, is_causal=bool(c)).results()]
+data = b"".join(x.float().contiguous().numpy().tobytes() for x in results)
+print(hashlib.sha256(data).hexdigest())
+"""
+
+
+def test_same_bits_by_every_instruction_set():
+    hashes = {python("-c", HASH, AMPFUSE_CPU_ISA=isa).stdout for isa in ("avx2", "avx512")}
+    assert len(hashes) == 1
+    assert hashes != {""}
