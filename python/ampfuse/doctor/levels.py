@@ -118,7 +118,7 @@ def advise(
     All trainings start from the model as it is, on its device and in its mode, and take the same
     batches with the same random numbers. FP32 (O0), always among them, is trained `seeds` times
     more, slightly changed: a level's loss may be as far from FP32's as these are from each other
-    ("The yardstick" in docs/insight.md). Recommended is the fastest level that does not deviate,
+    ("The baseline" in docs/insight.md). Recommended is the fastest level that does not deviate,
     loses no tensor's updates, and skips no more than 5 % of its steps; O0 where nothing is 5 %
     faster. One copy exists at a time; nothing of yours changes.
 
