@@ -36,8 +36,8 @@ struct ScoreRows {
 
 template <class Isa>
 struct AttentionKernel {
-  // p = e^(scale score - max) of each row; `lse` is the logarithm of a row's sum of e^(scale score),
-  // `inverse` one over its sum of p.
+  // p = e^(scale score - max) of each row; `lse` is the logarithm of a row's sum of e^(scale
+  // score), `inverse` one over its sum of p.
   static void softmax(const ScoreRows& rows, const float* scores, uint16_t* p, float* lse,
                       float* inverse);
   // The same of a block that is transposed, a query for each column, and its gradient

@@ -99,15 +99,13 @@ void AttentionKernel<F>::softmax(const ScoreRows& block, const float* scores, ui
 
 template <class F>
 void AttentionKernel<F>::gradient(const ScoreRows& block, const float* scores, const float* dp,
-                                  const float* lse, const float* delta, uint16_t* p,
-                                  uint16_t* ds) {
+                                  const float* lse, const float* delta, uint16_t* p, uint16_t* ds) {
   constexpr DType kFloat = DType::kFloat32;
   const F scale(block.scale);
   for (int64_t row = 0; row < block.rows; ++row) {
     for_vectors<F>(0, block.columns, [&](auto whole, int64_t c, int count) HD_LAMBDA {
-      const auto at = [&](const float* data) HD_LAMBDA {
-        return load<kFloat, F, whole>(data, c, count);
-      };
+      const auto at = [&](const float* data)
+                          HD_LAMBDA { return load<kFloat, F, whole>(data, c, count); };
       const F power = exponential(at(scores) * scale - at(lse));
       store_half<whole>(power, p, c, count);
       store_half<whole>(power * (at(dp) - at(delta)) * scale, ds, c, count);

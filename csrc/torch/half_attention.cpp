@@ -1,8 +1,8 @@
-// Attention as FlashAttention-2 computes it (Dao 2023): scores of a block at a time, in FP32, and in
-// the backward pass again from the logarithms of the sums. torch's own kernel multiplies blocks of
-// 32 to 64 queries by calls of oneDNN's matrix product, each of which takes as long to start as to
-// compute, and 3 to 4 times as long in the backward pass. Here a block is a tile of oneDNN's small
-// kernels ("brgemm"), which read the second factor in an order that is made once.
+// Attention as FlashAttention-2 computes it (Dao 2023): scores of a block at a time, in FP32, and
+// in the backward pass again from the logarithms of the sums. torch's own kernel multiplies blocks
+// of 32 to 64 queries by calls of oneDNN's matrix product, each of which takes as long to start as
+// to compute, and 3 to 4 times as long in the backward pass. Here a block is a tile of oneDNN's
+// small kernels ("brgemm"), which read the second factor in an order that is made once.
 //
 // Each head of each text is one thread's. The backward pass goes along the keys: scores are
 // transposed, so that the gradients of keys and values are products of what lies in rows.
@@ -27,8 +27,8 @@ namespace {
 using at::Tensor;
 using Bits = uint16_t;  // of a BF16 value
 
-constexpr int64_t kTile = 64;     // columns of a tile, and rows of a block
-constexpr int64_t kBlock = 256;   // columns of a block of the backward pass
+constexpr int64_t kTile = 64;       // columns of a tile, and rows of a block
+constexpr int64_t kBlock = 256;     // columns of a block of the backward pass
 constexpr int64_t kMaxWidth = 256;  // of a head
 
 int64_t even(int64_t count) { return count + count % 2; }
@@ -176,8 +176,7 @@ void backward_of(const Problem& problem, const Rows& grad, const Rows& q, const 
     for (int64_t column = begin; column < queries; column += kBlock) {
       const int64_t columns = std::min(kBlock, queries - column), padded = even(columns);
       const auto causal = problem.is_causal ? ScoreRows::Causal::kFrom : ScoreRows::Causal::kNo;
-      const ScoreRows block{rows,   columns, padded, kBlock, problem.scale,
-                            causal, first - column};
+      const ScoreRows block{rows, columns, padded, kBlock, problem.scale, causal, first - column};
       const bool add = column > begin;
       qs_transposed.product(rows, columns, width, k.row(first), k.stride, scores.get(), kBlock,
                             false, column);
@@ -236,13 +235,13 @@ bool is_ours(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p
   const int64_t heads = q.size(0) * q.size(1), width = q.size(3);
   return k.sizes() == v.sizes() && q.size(0) == k.size(0) && q.size(1) == k.size(1) &&
          width == k.size(3) && width % 2 == 0 && width <= kMaxWidth &&
-         heads >= at::get_num_threads() && at::globalContext().userEnabledMkldnn() &&
-         fast_bf16() && has_tiles();
+         heads >= at::get_num_threads() && at::globalContext().userEnabledMkldnn() && fast_bf16() &&
+         has_tiles();
 }
 
 Tensor in_rows(const Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); }
 
-// (batch, heads, tokens, width) as it lies in memory by tokens, which is how torch's come.
+// (batch, heads, tokens, width) as it lies in memory by tokens, as torch's gradients do.
 Tensor by_tokens(const Tensor& like) {
   return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options())
       .transpose(1, 2);
@@ -272,7 +271,8 @@ std::tuple<Tensor, Tensor> tiled_attention(const Tensor& query, const Tensor& ke
   if (!is_ours(query, key, value, dropout_p, mask))
     return at::cpu::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p,
                                                                 is_causal, mask, scale);
-  const Tensor q = in_rows(query), k = in_rows(key), v = in_rows(value), out = by_tokens(q);
+  const Tensor q = in_rows(query), k = in_rows(key), v = in_rows(value);
+  const Tensor result = at::empty_like(query), out = in_rows(result);
   const Tensor lse =
       at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat)).transpose(1, 2);
   const Problem problem{.scale = scale_of(q, scale), .is_causal = is_causal};
@@ -280,7 +280,8 @@ std::tuple<Tensor, Tensor> tiled_attention(const Tensor& query, const Tensor& ke
     forward_of(problem, Rows(q, head), Rows(k, head), Rows(v, head), Rows(out, head),
                of_head(lse, head), lse.stride(2));
   });
-  return {out, lse};
+  if (!out.is_same(result)) result.copy_(out);
+  return {result, lse};
 }
 
 std::tuple<Tensor, Tensor, Tensor> tiled_attention_backward(
@@ -295,9 +296,9 @@ std::tuple<Tensor, Tensor, Tensor> tiled_attention_backward(
   const Tensor dq = by_tokens(q), dk = by_tokens(k), dv = by_tokens(v);
   const Problem problem{.scale = scale_of(q, scale), .is_causal = is_causal};
   for_heads(q, [&](int64_t head) {
-    backward_of(problem, Rows(dy, head), Rows(q, head), Rows(k, head), Rows(v, head),
-                Rows(y, head), of_head(logsumexp, head), logsumexp.stride(2), Rows(dq, head),
-                Rows(dk, head), Rows(dv, head));
+    backward_of(problem, Rows(dy, head), Rows(q, head), Rows(k, head), Rows(v, head), Rows(y, head),
+                of_head(logsumexp, head), logsumexp.stride(2), Rows(dq, head), Rows(dk, head),
+                Rows(dv, head));
   });
   return {dq, dk, dv};
 }

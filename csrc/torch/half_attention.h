@@ -17,8 +17,8 @@ std::tuple<at::Tensor, at::Tensor> tiled_attention(const at::Tensor& query, cons
 
 // As at::_scaled_dot_product_flash_attention_for_cpu_backward.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> tiled_attention_backward(
-    const at::Tensor& grad, const at::Tensor& query, const at::Tensor& key,
-    const at::Tensor& value, const at::Tensor& out, const at::Tensor& logsumexp, double dropout_p,
-    bool is_causal, const std::optional<at::Tensor>& mask, std::optional<double> scale);
+    const at::Tensor& grad, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& out, const at::Tensor& logsumexp, double dropout_p, bool is_causal,
+    const std::optional<at::Tensor>& mask, std::optional<double> scale);
 
 }  // namespace ampfuse

@@ -1,8 +1,9 @@
 // Operations that torch computes slowly in half precision on the CPU, in FP32 and rounded instead.
 //
 // torch has no fast kernel for the backward pass of an FP16 convolution: it falls back to oneDNN's
-// reference, 170 times slower than FP32. On a CPU without instructions for a half type, convolutions
-// and matrix products of that type go through scalar loops too, up to 350 times slower.
+// reference, 170 times slower than FP32. On a CPU without instructions for a half type,
+// convolutions and matrix products of that type go through scalar loops too, up to 350 times
+// slower.
 //
 // Once set_half_ops has registered them, the kernels below replace torch's on the CPU. They widen
 // half arguments to FP32, call torch's own kernel, and round the result once, as tensor cores do.

@@ -1,5 +1,7 @@
 """csrc/torch/half_attention.cpp: BF16 attention on the CPU in tiles of oneDNN's small kernels."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,7 +44,12 @@ def columns_apart(*shape):
     return torch.randn(*shape, 2).to(HALF)[..., 0]
 
 
-LAYOUTS = (as_a_model_has_it, of_packed, contiguous, columns_apart)
+def width_first(batch, heads, tokens, width):
+    return torch.randn(batch, heads, width, tokens).to(HALF).mT
+
+
+NAMES = "y", "lse", "dq", "dk", "dv"
+LAYOUTS = (as_a_model_has_it, of_packed, contiguous, columns_apart, width_first)
 
 
 class Case:
@@ -63,8 +70,12 @@ class Case:
         return y, lse, *BACKWARD(*inputs, 0.0, self.is_causal, scale=self.scale)
 
     def torchs(self):
+        """Of contiguous copies: torch's kernel takes every tensor's width for contiguous."""
+        copied = copy.copy(self)
+        for name in ("q", "k", "v", "dy"):
+            setattr(copied, name, getattr(self, name).contiguous())
         with cpu_half_ops(False):
-            return self.results()
+            return copied.results()
 
     def exact(self):
         """By the definition, in FP64."""
@@ -78,20 +89,26 @@ class Case:
         return y.detach(), scores.logsumexp(-1).detach(), q.grad, k.grad, v.grad
 
 
+def by_tokens(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def assert_right(case):
-    """No further from the definition than torch's own, in the same layout."""
-    names = "y", "lse", "dq", "dk", "dv"
-    for name, ours, torchs, exact in zip(
-        names, case.results(), case.torchs(), case.exact(), strict=True
+    """As near to the definition as torch's, which keeps FP32 for few tokens; in its layout."""
+    strides = [torch.empty_like(case.q), case.q[..., 0], case.q, case.k, case.v]
+    strides = [x if i == 0 else by_tokens(x) for i, x in enumerate(strides)]
+    for name, layout, ours, torchs, exact in zip(
+        NAMES, strides, case.results(), case.torchs(), case.exact(), strict=True
     ):
         assert ours.dtype == torchs.dtype, name
         assert ours.shape == exact.shape, name
-        strides = zip(ours.shape, ours.stride(), torchs.stride(), strict=True)
-        assert all(size == 1 or mine == other for size, mine, other in strides), name
+        assert ours.stride() == layout.stride() or 1 in ours.shape, name
         error, torchs_error = ((x.double() - exact).abs() for x in (ours, torchs))
         unit = (2.0**-8 if ours.dtype == HALF else 1e-6) * exact.abs()
-        assert (error <= unit + 2 * torchs_error.max() + 1e-6).all(), name
-        assert error.mean() <= 1.1 * torchs_error.mean() + 0.02 * unit.mean() + 1e-7, name
+        largest = 4 * torchs_error.max() + unit.max() / 2
+        assert (error <= unit + largest + 2e-6).all(), name
+        if exact.numel() > 4000:  # of fewer the mean says little
+            assert error.mean() <= 1.25 * torchs_error.mean() + 0.02 * unit.mean() + 2e-6, name
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -131,16 +148,16 @@ def test_large_scores():
     heads=st.integers(2, 3), layout=st.sampled_from(LAYOUTS), is_causal=st.booleans(),
 )  # fmt: skip
 def test_any_shape(queries, keys, half_width, heads, layout, is_causal):
-    options = {"heads": heads, "layout": layout, "is_causal": is_causal}
+    options = {"batch": 8, "heads": heads, "layout": layout, "is_causal": is_causal}
     assert_right(Case(queries, keys, width=2 * half_width, **options))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["q", "k", "v", "dy"])
 def test_what_is_not_finite_stays_visible(where, value):
-    case = Case(70, is_causal=True)
+    case = Case(70)
     getattr(case, where)[1, 0, 66, 3] = value
-    for name, ours, exact in zip("y lse dq dk dv".split(), case.results(), case.exact()):
+    for name, ours, exact in zip(NAMES, case.results(), case.exact(), strict=True):
         assert (ours.isfinite() | ~exact.isfinite()).all(), name  # no more than the definition
         if name != "lse":
             rows = exact.isfinite().all(-1)
@@ -151,26 +168,25 @@ def mask(case):
     return torch.zeros(case.q.shape[2], case.k.shape[2], dtype=HALF)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        lambda case: {"attn_mask": mask(case)},
-        lambda case: {"attn_mask": mask(case).float()},
-    ],
-    ids=["mask", "FP32 mask"],
-)
-def test_what_torch_computes_as_before(changed):
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_masks_are_torchs(dtype):
     case = Case(70)
-    assert_torchs_own(lambda: FORWARD(case.q, case.k, case.v, 0.0, False, **changed(case)))
+    mask = torch.zeros(70, 70, dtype=dtype)
+    assert_torchs_own(lambda: FORWARD(case.q, case.k, case.v, 0.0, False, attn_mask=mask))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [Case(70, width=63), Case(70, width=258), Case(70, batch=1, heads=1)],
-    ids=["odd width", "wide", "fewer heads than threads"],
-)
-def test_cases_that_torch_computes_as_before(case):
-    assert_torchs_own(case.results)
+@pytest.mark.parametrize("width", [63, 258])
+def test_odd_and_large_widths_are_torchs(width):
+    assert_torchs_own(Case(70, width=width).results)
+
+
+def test_fewer_heads_than_threads_are_torchs():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_torchs_own(Case(70, batch=1, heads=1).results)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
