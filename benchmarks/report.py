@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -167,41 +167,48 @@ def fastest(by: dict[str, Row]) -> tuple[Row, Row]:
 
 
 def arms_table(
-    nets: dict[str, dict[str, Row]], arms: Sequence[str], unit: str = "ms", of: Sequence[str] = ()
+    nets: dict[str, dict[str, Row]],
+    arms: Sequence[str],
+    unit: str = "ms",
+    of: Sequence[str] = (),
+    cell: Callable[[Row | None], str] | None = None,
 ) -> list[str]:
     """Times or memory of those of `arms` that were measured; nets that have one of `of`."""
     arms = [arm for arm in arms if any(arm in by for by in nets.values())]
-    cell = _whole if unit == "ms" else _mib
+    cell = cell or (_whole if unit == "ms" else _mib)
     found = [net for net, by in nets.items() if not of or by.keys() & {*of}]
     lines = [[net, *(cell(nets[net].get(arm)) for arm in arms)] for net in found]
-    return markdown(["net", *(f"{arm}, {unit}" for arm in arms)], lines)
+    return markdown(["model", *(f"{arm}, {unit}" for arm in arms)], lines)
 
 
-def times_table(nets: dict[str, dict[str, Row]], others: Sequence[str] = ()) -> list[str]:
+def times_table(
+    nets: dict[str, dict[str, Row]],
+    others: Sequence[str] = (),
+    cell: Callable[[Row | None], str] | None = None,
+) -> list[str]:
     """Of the arms that were measured, and how much faster O5 is at its fastest."""
     both = map(fastest, nets.values())
     gains = [f"**{theirs.median_ms / ours.median_ms:.2f}x** |" for theirs, ours in both]
-    lines = arms_table(nets, ["FP32", *_TORCHS, *_OURS, *others])
-    columns = [lines[0] + " fastest O5 against fastest torch.amp |", lines[1] + "---|"]
+    lines = arms_table(nets, ["FP32", *_TORCHS, *_OURS, *others], cell=cell)
+    columns = [lines[0] + " gain, fastest against fastest |", lines[1] + "---|"]
     return columns + [f"{line} {gain}" for line, gain in zip(lines[2:], gains, strict=True)]
 
 
 def in_short(rows: list[Row]) -> list[str]:
     """The table of five nets, and a sentence on who is faster where: beyond the spread of both."""
     nets = {net: by for net, by in by_net(rows).items() if net.split(" (")[0] in _DRAWN}
-    found: dict[str, list[str]] = {"faster": [], "level": [], "slower": []}
+    found: dict[str, list[str]] = {"faster": [], "as fast (the ranges overlap)": [], "slower": []}
     for net, by in nets.items():
         theirs, ours = fastest(by)
         place = 1 - (ours.p80_ms < theirs.p20_ms) + (ours.p20_ms > theirs.p80_ms)
         gain = theirs.median_ms / ours.median_ms
         found[[*found][place]].append(f"{net.split(' (')[0]} ({gain:.2f}x)")
-    said = "; ".join(f"{place} for {', '.join(gains) or 'none'}" for place, gains in found.items())
+    said = "; ".join(f"{place} for {', '.join(gains)}" for place, gains in found.items() if gains)
     return [
-        *times_table(nets),
+        *times_table(nets, cell=lambda row: f"{row.median_ms:.0f}" if row else ""),
         "",
-        f"O5 at its fastest, against torch.amp at its fastest, is {said}. Level: the ranges from "
-        "20th to 80th percentile overlap.",
-        "",
+        "The gain compares the fastest column of O5 with the fastest of torch.amp: ampfuse is "
+        f"{said}.",
         conditions_of([row for by in nets.values() for row in by.values()]),
     ]
 
@@ -214,7 +221,7 @@ def nets_tables(rows: list[Row]) -> list[list[str]]:
         spent.append([net, *(f"{share:.0%}" for share in (*shares, sum(shares)))])
     return [
         times_table(nets, ["O4", "O2"]),
-        markdown(["net", *_KINDS, "together"], spent),
+        markdown(["model", *_KINDS, "together"], spent),
         arms_table(nets, ["FP32", *_TORCHS[:3], *_OURS[:2], *_WAYS], "MiB"),
         *(
             arms_table(nets, [*beside, *arms], of=arms)
@@ -232,7 +239,7 @@ def _whole(row: Row | None) -> str:
     return _spread(row, 0 if row is not None and row.median_ms >= 100 else 1)
 
 
-_ARMS = {"FP32": "FP32", "torch.amp": "BF16 by torch.amp", "O5": "BF16 by ampfuse"}
+_BARS = ("FP32", "torch.amp at its fastest", "ampfuse at its fastest")
 # Text, and a colour for each arm.
 _THEMES = {
     "light": ("#24292f", "#b0b7c0", "#7a8694", "#2f6fdd"),
@@ -245,11 +252,14 @@ def nets_figure(rows: list[Row], theme: str) -> str:
     """An SVG: milliseconds of a training step as bars, of five nets."""
     text, *colours = _THEMES[theme]
     nets = {name.split(" (")[0]: by for name, by in by_net(rows).items()}
-    drawn = {name: [nets[name][arm].median_ms for arm in _ARMS] for name in _DRAWN}
+    drawn = {
+        name: [row.median_ms for row in (nets[name]["FP32"], *fastest(nets[name]))]
+        for name in _DRAWN
+    }
     scale = 330 / max(map(max, drawn.values()))
     parts, y = [], 0
-    for place, (arm, colour) in enumerate(zip(_ARMS.values(), colours, strict=True)):
-        x = (0, 70, 235)[place]
+    for place, (arm, colour) in enumerate(zip(_BARS, colours, strict=True)):
+        x = (0, 70, 265)[place]
         parts.append(f'<rect x="{x}" y="2" width="11" height="11" rx="2" fill="{colour}"/>')
         parts.append(f'<text x="{x + 17}" y="12">{arm}</text>')
     for name, steps in drawn.items():
