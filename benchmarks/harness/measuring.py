@@ -11,12 +11,13 @@ import gc
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 _LONGEST_QUEUEING_MS = 200.0
@@ -144,9 +145,13 @@ class Variant:
             return torch.cuda.max_memory_allocated(device) / 2**20
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             self.call()
+        assert profiled.profiler is not None
+        # One by one: compiled code allocates and frees within a single event of the profiler.
+        events = _within(profiled.profiler.kineto_results.experimental_event_tree())
+        allocations = [event for event in events if event.tag == _EventType.Allocation]
         allocated = peak = 0
-        for event in sorted(profiled.events(), key=lambda event: event.time_range.end):
-            allocated += event.self_cpu_memory_usage
+        for event in sorted(allocations, key=lambda event: event.start_time_ns):
+            allocated += event.extra_fields.alloc_size
             peak = max(peak, allocated)
         return peak / 2**20
 
@@ -156,6 +161,12 @@ class Variant:
 
     def _prepare(self) -> None:
         getattr(self.call, "prepare", lambda: None)()
+
+
+def _within(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _within(event.children)
 
 
 class WorkerError(RuntimeError):

@@ -10,6 +10,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -207,7 +208,7 @@ def test_lines_and_error_bars_are_the_rows(source, folder):
         assert axes.get_xscale() == "log"
         assert [label.get_text() for label in axes.get_xticklabels()] == [*map(str, sizes)]
         assert axes.get_ylim()[0] == 0
-        title = {"published": "vgg16, published figures", "own": "vgg16 on synthetic cifar10"}
+        title = {"published": "VGG16, published figures", "own": "VGG16 on synthetic CIFAR-10"}
         assert heading_of(figure).startswith(title[source])
         colors, dashes = {}, {}  # colour is the GPU and dash the method
         for container in axes.containers:
@@ -226,21 +227,24 @@ def test_one_gpu_is_named_once(folder):
     assert figure.legends[0].get_title().get_text() == CPU
 
 
-def test_one_batch_size_makes_points(folder):
+def test_one_batch_size_makes_bars(folder):
     add_e1(folder, batches=(128,))
     folder.add(gpu="A", method="O3", arm="O3", diverged=divergence(3))
     figure = make_plot.against_batch(rows_of(folder), "time", std=True)
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_xticklabels()]
     assert names == [*E1_METHODS, "O3"]
-    lines = drawn_lines(axes)
-    for gpu, seconds in (("A", 3), ("B", 5)):
-        x, y, spread = lines[f"{gpu} FP16"]
-        assert (x, y) == ([names.index("FP16")], [seconds])
-        assert spread == pytest.approx([1])
-    assert len({str(container[0].get_color()) for container in axes.containers}) == 2
+    bars = {c.get_label(): c for c in axes.containers if isinstance(c, BarContainer)}
+    for gpu, side, seconds in (("A", -0.2, 3), ("B", 0.2, 5)):
+        (bar,) = bars[f"{gpu} FP16"]
+        assert bar.get_x() + bar.get_width() / 2 == pytest.approx(names.index("FP16") + side)
+        assert (bar.get_y(), bar.get_height()) == (0, seconds)
+        (low, high) = bars[f"{gpu} FP16"].errorbar.lines[2][0].get_segments()[0][:, 1]
+        assert (low, high) == pytest.approx((seconds - 1, seconds + 1))
+    assert len({str(bar.get_facecolor()) for bar in axes.patches}) == 2
     assert [text.get_text().strip() for text in axes.texts] == ["O3 diverged"]
     assert "batch size 128" in heading_of(figure)
+    assert overlaps(figure) == []
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ _MARKERS = "os^Dv<>ph"
 
 def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figure:
     """Training "time", or "memory" in MB of 10^6 bytes, against batch size: a line per GPU and
-    method; of one batch size, points over methods. All rows are of one model.
+    method. Of one batch size, a bar per method and GPU. All rows are of one model.
 
     `std` shows the sample standard deviation of the repeats as error bars.
     """
@@ -208,17 +208,24 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, linewidth=0.6)
+    gpus = _different(line.gpu for line in found)
+    width = 0.8 / len(gpus)  # of a bar; those of a method stand next to each other
     for line, style in zip(found, _styles_of(found), strict=True):
         x, y, errors = [], [], []
+        offset = (gpus.index(line.gpu) + 0.5) * width - 0.4
         for row in line.rows:
-            place = row["batch_size"] if batches[1:] else names.index(line.name)
+            place = row["batch_size"] if batches[1:] else names.index(line.name) + offset
             if row[mean]:
                 x, y = [*x, place], [*y, row[mean]]
                 errors.append(row[f"{column}_std"] or 0.0)
             else:
                 said = f"  {row['method']} diverged"
                 axes.text(place, 0, said, rotation=90, va="bottom", fontsize=6.5)
-        axes.errorbar(x, y, errors if std else None, **style)
+        if batches[1:]:
+            axes.errorbar(x, y, errors if std else None, **style)
+        else:
+            look = {name: style[name] for name in ("label", "color", "capsize")}
+            axes.bar(x, y, width, yerr=errors if std else None, **look)
     if len(batches) > 1:
         axes.set_xscale("log", base=2)
         axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
@@ -232,7 +239,7 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     at = f", batch size {batches[0]}" if len(batches) == 1 else ""
     title = f"{_title_of(rows)}: {what}{at}" + ", mean ± standard deviation" * std
     figure.suptitle(textwrap.fill(title, 84), fontsize=10)
-    _add_legend(figure, _different(line.gpu for line in found))
+    _add_legend(figure, gpus)
     return figure
 
 
@@ -266,15 +273,28 @@ def _add_legend(figure: Figure, gpus: Sequence[str]) -> None:
     figure.set_figheight(figure.get_figheight() + 0.2 * (-(-len(labels) // columns) + 1))
 
 
+_MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "wrn16_4": "WRN-16-4", "mlp": "MLP"}
+_MODELS |= {"resnet18": "ResNet-18", "resnet50": "ResNet-50", "mnist_cnn": "Convolutional network"}
+_DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "imagenet": "ImageNet"}
+_DATA |= {"digits": "handwritten digits"}
+
+
 def _title_of(rows: Sequence[Row]) -> str:
     """What was trained on what, and whose figures these are."""
+    model = rows[0]["model"]
+    if rows[0]["experiment"] == "demo":
+        model = "mnist_cnn"
+    name = _MODELS.get(model, model)
     conditions = [row["conditions"] for row in rows if row["source"] == "measured"]
     if not conditions:
-        return f"{rows[0]['model']}, published figures"
+        return f"{name}, published figures"
     data = {
-        f"synthetic {of['kind']}" if of["data"] == "synthetic" else of["data"] for of in conditions
+        f"synthetic {_DATA.get(of['kind'], of['kind'])}"
+        if of["data"] == "synthetic"
+        else _DATA.get(of["data"], of["data"])
+        for of in conditions
     }
-    return f"{rows[0]['model']} on {data.pop()}" if len(data) == 1 else rows[0]["model"]
+    return f"{name} on {data.pop()}" if len(data) == 1 else name
 
 
 main = functools.partial(run_alone, sys.modules[__name__])
