@@ -7,13 +7,13 @@ and the loss.
 
 from ampfuse.nn import functional
 from ampfuse.nn.activation import bias_act, gated_act
-from ampfuse.nn.attention import split_qkv
 from ampfuse.nn.batch_norm import BatchNormAct2d
 from ampfuse.nn.cross_entropy import cross_entropy
-from ampfuse.nn.fusion import FusionReport, fuse, unfuse
+from ampfuse.nn.fuse import FusionReport, fuse, unfuse
+from ampfuse.nn.fuse.attention import split_qkv
+from ampfuse.nn.fuse.patches import patch_conv2d
 from ampfuse.nn.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from ampfuse.nn.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from ampfuse.nn.patches import patch_conv2d
 from ampfuse.nn.recompute import recompute_norms
 
 __all__ = [

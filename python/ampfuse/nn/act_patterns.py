@@ -11,8 +11,8 @@ import operator
 import torch
 from torch import fx, nn
 
-from ampfuse.nn.linear_act import act_mul, curve_of, curve_of_call, is_linear, linear_act
-from ampfuse.nn.patterns import called, is_reader, module_of
+from ampfuse.nn.fuse.activations import act_mul, curve_of, curve_of_call, is_linear, linear_act
+from ampfuse.nn.fuse.norms import called, is_reader, module_of
 
 _PRODUCTS = (operator.mul, torch.mul, "mul")
 

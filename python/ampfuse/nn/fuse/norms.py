@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ampfuse.nn.fuse.trace import IN_PLACE
 from ampfuse.nn.norm_act import is_known, norm_act
 from ampfuse.nn.row_norm import add_norm, form_of
-from ampfuse.nn.tracing import IN_PLACE
 
 _ADDS = (operator.add, torch.add, "add")
 _ADDS_IN_PLACE = (IN_PLACE["iadd"], "add_")

@@ -22,14 +22,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampfuse.nn import causal_loss, linear_act, masks, patches, row_norm
+from ampfuse.nn import row_norm
 from ampfuse.nn.act_patterns import fuse_activations
-from ampfuse.nn.attention import fuse_splits
 from ampfuse.nn.batch_norm import BatchNormAct2d
-from ampfuse.nn.forwards import eager_module, replaceable_forward
+from ampfuse.nn.fuse import activations as linear_act
+from ampfuse.nn.fuse import loss as causal_loss
+from ampfuse.nn.fuse import masks, patches
+from ampfuse.nn.fuse.attention import fuse_splits
+from ampfuse.nn.fuse.forwards import eager_module, replaceable_forward
+from ampfuse.nn.fuse.norms import fuse_norms
+from ampfuse.nn.fuse.trace import KINDS, Call, Untraceable, is_constant, is_taken, kind_of, trace
 from ampfuse.nn.norm_act import is_fused, is_known, mark_fused
-from ampfuse.nn.patterns import fuse_norms
-from ampfuse.nn.tracing import KINDS, Call, Untraceable, is_constant, is_taken, kind_of, trace
 
 
 @dataclasses.dataclass

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ampfuse.nn.patterns import called
-from ampfuse.nn.tracing import IN_PLACE
+from ampfuse.nn.fuse.norms import called
+from ampfuse.nn.fuse.trace import IN_PLACE
 
 
 def split_qkv(packed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ampfuse.nn.forwards import replaceable_forward
+from ampfuse.nn.fuse.forwards import replaceable_forward
 from ampfuse.nn.norm_act import mark_fused
 
 
