@@ -1,38 +1,45 @@
-"""Fuse the norms and activations of a model with what is beside them.
+"""Fuse the norms, activations and more of a model with what is next to them.
 
-No module is replaced. Each that calls batch norms, adds before it calls another norm, calls an
-activation behind a bias or before a product, or splits a projection, gets a ``forward`` on the
-instance, written from the graph of its class's; a layer or RMS norm, an activation and a patch
-embedding get one that is the same for all. So names, classes, state dicts, hooks and optimizers
-stay; a copy is fused like its original, and a model that was pickled loads as it was before.
+No module is replaced. A module that calls batch norms, adds before it calls another norm, calls an
+activation after a bias or before a product, or splits a projection, gets a ``forward`` on the
+instance, written from the graph of its class's; layer and RMS norms, activations and patch
+embeddings alone get one that is the same for all. So names, classes, state dicts, hooks and
+optimizers stay. A copy is fused like its original; a pickled model loads unfused.
+
+``trace.py`` makes the graphs and ``forwards.py`` what runs them. The other files are the ideas, one
+each: what is recognized, what is called in its place, and how a graph is changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
-import itertools
-import linecache
-import types
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampfuse.nn import row_norm
-from ampfuse.nn.act_patterns import fuse_activations
-from ampfuse.nn.batch_norm import BatchNormAct2d
-from ampfuse.nn.fuse import activations as linear_act
-from ampfuse.nn.fuse import loss as causal_loss
-from ampfuse.nn.fuse import masks, patches
-from ampfuse.nn.fuse.attention import fuse_splits
-from ampfuse.nn.fuse.forwards import eager_module, replaceable_forward
-from ampfuse.nn.fuse.norms import fuse_norms
-from ampfuse.nn.fuse.trace import KINDS, Call, Untraceable, is_constant, is_taken, kind_of, trace
-from ampfuse.nn.norm_act import is_fused, is_known, mark_fused
+from ampfuse.nn.fuse import activations, attention, loss, masks, norms, patches
+from ampfuse.nn.fuse.forwards import (
+    eager_module,
+    forward_from_graphs,
+    free_forward,
+    is_fused,
+    replaceable_forward,
+    set_fused,
+)
+from ampfuse.nn.fuse.trace import Untraceable
+from ampfuse.nn.modules import BatchNormAct2d
+
+PARTS = ("norms", "activations", "attention", "patches", "masks", "loss")
+_REWRITES = {
+    "norms": norms.rewrite,
+    "activations": activations.rewrite,
+    "attention": attention.rewrite,
+}
+# Functions and methods that a module with something to rewrite may call.
+_CALLS = {"activations": ("gelu", "silu"), "attention": ("permute",)}
 
 
 @dataclasses.dataclass
@@ -41,8 +48,8 @@ class FusionReport:
 
     Attributes:
         fused: the norms, activations, splits and patch embeddings that are fused now, by name, and
-            with what; an activation that is no module, and a split, by the name of the layer before
-            it.
+            with what; an activation that is not a module, and a split, by the name of the layer
+            before it.
         left: those that are not, and why.
         has_loss: whether the model computes its loss from half logits now.
         skips_packing: whether it no longer searches for packed sequences where it gets no
@@ -74,34 +81,30 @@ class FusionReport:
         return "\n".join(lines)
 
 
-PARTS = ("norms", "activations", "attention", "patches", "masks", "loss")
-
-
 def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
-    """Fuse the norms and activations of `model` with what is beside them, and more, in place.
+    """Fuse the norms and activations of `model` with what is next to them, and more, in place.
 
-    A batch norm with the add and the ReLU that follow it; a layer or RMS norm (torch's, timm's, and
-    those of Llama and its kin in transformers) with the add before it, or by itself; a GELU or SiLU
-    (theirs) with the bias of the linear layer before it or the product behind it, or by itself.
-    A packed projection of queries, keys and values (``permute(...).unbind(0)``, as timm has it) is
-    taken apart before it is permuted, see :func:`split_qkv`. A convolution of patches that do not
-    overlap is a product, see :func:`patch_conv2d`: of at least 8 pixels each way, on a CPU in half
-    precision. transformers' causal language models compute their loss by
-    :func:`ampfuse.nn.cross_entropy`. Its decoders no longer search for packed sequences if they get
-    no ``position_ids``: the search waits for the device or, in a compiled or captured model, rules
-    out flash attention.
+    A batch norm is fused with the add and the ReLU that follow it. A layer or RMS norm (torch's,
+    timm's, and those of the Llama family in transformers) is fused with the add before it, or
+    alone; a GELU or SiLU (theirs) with the bias of the linear layer before it or the product after
+    it, or alone. A packed projection of queries, keys and values (``permute(...).unbind(0)``, as in
+    timm) is taken apart before it is permuted, see :func:`split_qkv`. A convolution of patches that
+    do not overlap becomes a product, see :func:`patch_conv2d`: of at least 8 pixels each way, on a
+    CPU in half precision. transformers' causal language models compute their loss by
+    :func:`ampfuse.nn.cross_entropy`. Their decoders no longer search for packed sequences if they
+    get no ``position_ids``: the search waits for the device or, in a compiled or captured model,
+    rules out flash attention.
 
-    Results are those of the model as it was, but for rounding. Call it when the model is complete:
-    what a ``forward`` reads of its module, other than parameters, buffers and the mode, stays as it
-    is now. Where a number, a string or a flag of the module is another than it was, the original
-    ``forward`` runs. A module may still be exchanged or get hooks; these then run. The first call
-    with other arguments by name than before traces ``forward`` once more; under ``torch.compile``
-    such a call runs the original.
+    Results are those of the original model, except for rounding. Call it when the model is
+    complete: what a ``forward`` reads from its module, other than parameters, buffers and the mode,
+    is fixed now. If a number, a string or a flag of the module changes, the original ``forward``
+    runs. Modules may still be exchanged or get hooks; these then run. The first call with other
+    optional arguments than before traces ``forward`` once more; under ``torch.compile`` such a call
+    runs the original.
 
-    Under ``torch.compile`` layer and RMS norms and activations are the compiler's, which fuses them
-    with more than this does, and as fast; batch norms, splits and patch embeddings stay fused.
-
-    ``torch.fx``, ``torch.jit.script`` and ``nn.DataParallel`` take a model after :func:`unfuse`.
+    Under ``torch.compile`` layer and RMS norms and activations are left to the compiler, which
+    fuses them with more than this does, and as fast; batch norms, splits and patch embeddings stay
+    fused. ``torch.fx``, ``torch.jit.script`` and ``nn.DataParallel`` need :func:`unfuse` first.
 
     Arguments:
         parts: which of ``"norms"``, ``"activations"``, ``"attention"``, ``"patches"``,
@@ -115,20 +118,22 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
     """
     if isinstance(parts, str) or any(part not in PARTS for part in parts):
         raise ValueError(f'parts is {parts!r}; it has to list some of {PARTS}, as ["norms"] does.')
-    modules = dict(eager_module(model).named_modules())
+    model = eager_module(model)
+    modules = dict(model.named_modules())
     report = FusionReport()
     owners: dict[str, list[str]] = {}
     for name, module in modules.items():
-        if "patches" in parts and patches.takes_patches(module):
+        part, _ = _part_of(module)
+        if part == "patches" and part in parts:
             report.left[name] = ""
-        elif _part_of(module) in parts:
+        elif part in parts:
             owners.setdefault(_owner(name, modules), []).append(name)
-        elif any(part in parts and not _named(module).isdisjoint(_NAMES[part]) for part in _NAMES):
+        elif any(p in parts and not _names(module).isdisjoint(_CALLS[p]) for p in _CALLS):
             owners.setdefault(name, [])
     if "loss" in parts:
-        report.has_loss = causal_loss.replace_loss(eager_module(model))
+        report.has_loss = loss.replace_loss(model)
     if "masks" in parts:
-        report.skips_packing = masks.skip_packing(eager_module(model))
+        report.skips_packing = masks.skip_packing(model)
     fused: dict[nn.Module, str] = {}
     for owner, names in owners.items():
         reason = f"{owner or 'the model'} does not call it"
@@ -138,17 +143,18 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
             reason = str(error)
         report.left.update({name: _unknown(modules[name]) or reason for name in names})
     for name in report.left:
-        module, forward = modules[name], _forward_alone(modules[name])
+        module = modules[name]
+        part, forward = _part_of(module)
         if forward is None:
             continue
         # One with an add, too, for the calls that run its owner's original ``forward``.
         try:
-            _, attribute = _place_for_forward(module)
+            _, attribute = free_forward(module)
         except Untraceable as error:
             report.left[name] = str(error)
         else:
-            module.__dict__[attribute] = types.MethodType(forward, module)
-            fused.setdefault(module, "alone" if _part_of(module) else "as a product")
+            set_fused(module, attribute, forward)
+            fused.setdefault(module, "as a product" if part == "patches" else "alone")
     for name in [name for name, module in modules.items() if module in fused]:
         report.fused[name] = fused[modules[name]]
         report.left.pop(name, None)
@@ -157,8 +163,9 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
 
 def unfuse(model: nn.Module) -> None:
     """Take back what :func:`fuse` did to `model`, in place."""
-    causal_loss.restore_loss(eager_module(model))
-    for module in eager_module(model).modules():
+    model = eager_module(model)
+    loss.restore_loss(model)
+    for module in model.modules():
         _, attribute = replaceable_forward(module)
         if is_fused(module.__dict__.get(attribute)):
             del module.__dict__[attribute]
@@ -173,36 +180,28 @@ def _owner(name: str, modules: dict[str, nn.Module]) -> str:
     return name
 
 
-def _part_of(module: nn.Module) -> str | None:
-    if isinstance(module, _BatchNorm) or row_norm.form_of(module):
-        return "norms"
-    return "activations" if linear_act.curve_of(module) else None
+def _part_of(module: nn.Module) -> tuple[str | None, Callable[..., Any] | None]:
+    """The part that `module` itself belongs to, and its fused ``forward`` alone, if it has one."""
+    if norms.norm_spec(module):
+        return "norms", norms.forward
+    if patches.takes_patches(module):
+        return "patches", patches.forward
+    if activations.activation_of(module):
+        return "activations", activations.forward
+    return ("norms" if isinstance(module, _BatchNorm) else None), None
 
 
-# Functions and methods that an owner of such parts calls.
-_NAMES = {"activations": ("gelu", "silu"), "attention": ("permute",)}
-
-
-def _named(module: nn.Module) -> set[str]:
-    """What the ``forward`` of `module` itself names."""
+def _names(module: nn.Module) -> set[str]:
+    """The names in the code of the ``forward`` of `module` itself."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return set() if code is None else set(code.co_names)
-
-
-def _forward_alone(module: nn.Module) -> Callable[..., Any] | None:
-    """The fused ``forward`` of a layer or RMS norm, an activation or a patch embedding."""
-    if row_norm.form_of(module):
-        return row_norm.forward
-    if patches.takes_patches(module):
-        return patches.forward
-    return linear_act.forward if linear_act.curve_of(module) else None
 
 
 def _unknown(norm: nn.Module) -> str | None:
     """Why `norm` has no fused form; None if it has one."""
     if isinstance(norm, BatchNormAct2d):
         return "fused in itself"
-    if is_known(norm) or _forward_alone(norm):
+    if norms.is_batch_norm2d(norm) or _part_of(norm)[1]:
         return None
     return f"a {type(norm).__name__} has no fused form"
 
@@ -218,126 +217,11 @@ def _fuse_in(
     Raises:
         Untraceable: the forward of `owner` has to stay; the message says why.
     """
-    cls, attribute = _place_for_forward(owner)
+    cls, attribute = free_forward(owner)
     if modules and all(map(_unknown, modules)):
         return {}
-    forward, fused = _forward_from_graphs(owner, cls, parts)
+    rewrites = [rewrite for part, rewrite in _REWRITES.items() if part in parts]
+    forward, fused = forward_from_graphs(owner, cls, rewrites)
     if fused:
-        # torch.compile counts recompilations per code object.
-        forward.__code__ = forward.__code__.replace()
-        forward.__name__ = "forward"  # a bound method pickles as the name of its function
-        owner.__dict__[attribute] = types.MethodType(mark_fused(forward), owner)
+        set_fused(owner, attribute, forward)
     return fused
-
-
-def _place_for_forward(module: nn.Module) -> tuple[Any, str]:
-    """As :func:`replaceable_forward`.
-
-    Raises:
-        Untraceable: the module has something there.
-    """
-    cls, attribute = replaceable_forward(module)
-    present = module.__dict__.get(attribute)
-    if is_fused(present):
-        raise Untraceable("already fused")
-    # A bound method that was pickled is the one of the class now.
-    if present is not None and getattr(present, "__func__", None) is not cls.forward:
-        raise Untraceable(f"this {cls.__name__} has a forward of its own")
-    return cls, attribute
-
-
-def _forward_from_graphs(
-    owner: nn.Module, cls: type[nn.Module], parts: Collection[str]
-) -> tuple[Any, dict[nn.Module, str]]:
-    """A ``forward`` that runs the graph of `owner` for the way in which it is called.
-
-    Graphs of calls without optional arguments are made here, those of others by the first such call
-    that no compiler looks at.
-    """
-    _, *parameters = inspect.signature(cls.forward).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [p for p in parameters if p.kind not in variadic]
-    defaults = {p.name: p.default for p in named if p.default is not p.empty}
-    required = [p.name for p in named if p.default is p.empty]
-    settings = _settings(owner)
-    variants: dict[Call, Callable[..., Any] | None] = {}
-    fused: dict[nn.Module, str] = {}
-    failure: Untraceable | None = None
-    for training, kind in itertools.product((True, False), KINDS):
-        call = Call(training, tuple((name, kind) for name in required))
-        try:
-            variants[call], found = _variant(owner, cls, call, parts)
-        except Untraceable as error:
-            variants[call], found = None, {}
-            failure = failure or error
-        fused = found | fused
-    if not any(variants.values()):
-        assert failure is not None
-        raise failure
-
-    original: Any = cls.forward
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        as_it_was = all(kind_of(getattr(self, name, None)) == kind for name, kind in settings)
-        if not as_it_was or len(given) != len(args) + len(kwargs):
-            return original(self, *args, **kwargs)
-        given = {k: v for k, v in given.items() if k not in defaults or v is not defaults[k]}
-        call = Call(self.training, tuple((name, kind_of(given[name])) for name in given))
-        if call not in variants and len(variants) < _MOST and not torch.compiler.is_compiling():
-            try:
-                variants[call], _ = _variant(self, cls, call, parts)
-            except Untraceable:
-                variants[call] = None
-        variant = variants.get(call)
-        if variant is None:
-            return original(self, *args, **kwargs)
-        return variant(self, *(given[name] for name, kind in call.arguments if is_taken(kind)))
-
-    return forward, fused
-
-
-_MOST = 24  # graphs of one module
-_OF_ALL_MODULES = frozenset(dir(nn.Module()))
-
-
-def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    """The kinds of the constants among the attributes of `module` and its class, which a graph may
-    depend on."""
-    found = []
-    for name in dir(module):
-        if name[0] != "_" and name not in _OF_ALL_MODULES:
-            value = inspect.getattr_static(module, name, Ellipsis)
-            found += [(name, kind_of(value))] if is_constant(value) else []
-    return found
-
-
-def _variant(
-    owner: nn.Module, cls: type[nn.Module], call: Call, parts: Collection[str]
-) -> tuple[Callable[..., Any], dict[nn.Module, str]]:
-    """What runs the graph of `owner` for `call`, and what is fused in it."""
-    graph, other = (trace(owner, cls, call, values) for values in (Tensor, list))
-    if str(graph) != str(other):
-        raise Untraceable(f"{cls.__name__}.forward asks for the type of what a module returns")
-    fused: dict[nn.Module, str] = {}
-    for part, rewrite in _REWRITES.items():
-        for path, what in rewrite(graph, owner).items() if part in parts else ():
-            fused.setdefault(owner.get_submodule(path), what)
-    return _compiled(graph, cls), fused
-
-
-_REWRITES = {"norms": fuse_norms, "activations": fuse_activations, "attention": fuse_splits}
-_number = itertools.count()
-
-
-def _compiled(graph: fx.Graph, cls: type[nn.Module]) -> Callable[..., Any]:
-    """`graph` as a method."""
-    code = graph.python_code(root_module="self")
-    # Tracebacks show lines of it.
-    name = f"<fused {cls.__name__}.forward, {next(_number)}>"
-    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)
-    scope = dict(code.globals)
-    exec(compile(code.src, name, "exec"), scope)
-    return scope["forward"]
