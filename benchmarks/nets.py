@@ -216,7 +216,7 @@ class Ours(Step):
         **options: Any,
     ) -> None:
         import ampfuse
-        from ampfuse.nn.fusion import PARTS
+        from ampfuse.nn.fuse import PARTS
 
         super().__init__(*arguments, **options)
         self.amp, self.clip = ampfuse.amp, clip

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ampfuse import _core
 from ampfuse import pytree as trees
 from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.nn.cross_entropy import cross_entropy
+from ampfuse.nn.functional import cross_entropy
 
 aten = torch.ops.aten
 

@@ -1,20 +1,25 @@
-"""Layers in one pass forward and one backward: norms and activations with what is beside them,
-and the loss.
+"""Layers in one pass forward and one backward: norms and activations with the operations next to
+them, and the loss.
 
-``fuse`` does it to a model as it is; the modules are for models that are written for it. Images in
-``torch.channels_last`` are fast.
+``fuse`` changes an existing model; the functions and modules are for models written with them.
+Images are fast in ``torch.channels_last``.
 """
 
 from ampfuse.nn import functional
-from ampfuse.nn.activation import bias_act, gated_act
-from ampfuse.nn.attention import split_qkv
-from ampfuse.nn.batch_norm import BatchNormAct2d
-from ampfuse.nn.cross_entropy import cross_entropy
-from ampfuse.nn.fusion import FusionReport, fuse, unfuse
-from ampfuse.nn.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
-from ampfuse.nn.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from ampfuse.nn.patches import patch_conv2d
-from ampfuse.nn.recompute import recompute_norms
+from ampfuse.nn.functional import (
+    add_layer_norm,
+    add_rms_norm,
+    bias_act,
+    cross_entropy,
+    gated_act,
+    layer_norm,
+    linear_cross_entropy,
+    patch_conv2d,
+    rms_norm,
+    split_qkv,
+)
+from ampfuse.nn.fuse import FusionReport, fuse, unfuse
+from ampfuse.nn.modules import BatchNormAct2d, LinearCrossEntropy, recompute_norms
 
 __all__ = [
     "BatchNormAct2d",

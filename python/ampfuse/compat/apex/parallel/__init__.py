@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ampfuse.compat.apex.apex_C import flatten, unflatten
 from ampfuse.compat.apex.parallel import LARC
 from ampfuse.compat.apex.signatures import takes
-from ampfuse.nn.sync_batch_norm import sync_normalize
+from ampfuse.nn.modules import sync_normalize
 
 # apex leaves each process its own running statistics. torch 2.14 has a new name for that.
 _NAMES = inspect.signature(nn.parallel.DistributedDataParallel).parameters

@@ -1,7 +1,7 @@
-"""A module's own ``forward`` as a graph in which its children are single steps.
+"""The ``forward`` of a module as a graph in which its children are single steps.
 
-What a graph cannot say is refused, with the reason, and never guessed: a forward that branches on
-values, keeps something between calls, draws random numbers, or changes the gradient mode.
+A forward that a graph cannot represent is refused, with the reason: one that branches on values,
+keeps something between calls, draws random numbers, or changes the gradient mode.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import inplace_methods
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 
@@ -42,8 +43,7 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, enum
 
 
 def kind_of(argument: Any) -> Any:
-    """The type that a forward may ask for, one of KINDS if it is one; of a constant that and the
-    value, as a pair."""
+    """The type of `argument`, one of KINDS if it is an instance; for a constant, type and value."""
     for kind in KINDS:
         if isinstance(argument, kind):
             return kind
@@ -51,41 +51,41 @@ def kind_of(argument: Any) -> Any:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a graph would hold `value` as it is."""
+    """Whether `value` becomes part of a graph."""
     return isinstance(value, _CONSTANTS)
 
 
 def is_taken(kind: Any) -> bool:
-    """Whether a graph takes an argument of this kind, and does not hold it."""
+    """Whether an argument of this kind is an input of a graph; a constant is part of it."""
     return isinstance(kind, type)
 
 
 def trace(module: nn.Module, cls: type[nn.Module], call: Call, values: type) -> fx.Graph:
-    """The graph of ``cls.forward`` on `module`; it takes what is no constant in `call`.
+    """The graph of ``cls.forward`` on `module`; its inputs are the arguments but for constants.
 
     Arguments:
-        call: its mode is that of `module` and all in it, its types are what the arguments of
-            forward say that they are.
-        values: what everything that is computed says that it is.
+        call: the mode of `module` and everything in it, and the types that ``isinstance`` finds for
+            the arguments.
+        values: the type that ``isinstance`` finds for everything that is computed.
 
     Raises:
-        Untraceable: see the module.
+        Untraceable: a graph cannot represent it; the message says why.
     """
-    # Of the class whose forward it is, with the attributes of `module`.
+    # An instance of the class whose forward it is, with the attributes of `module`.
     stand_in: nn.Module = object.__new__(cls)
     stand_in.__dict__ = module.__dict__
     drawn = random.getstate()
     with _mode(module, call.training), _unchanged(module), _OnlyOfArguments():
         try:
             graph = _Tracer(call, values).trace(stand_in)
-        except Exception as error:  # whatever its lines make of a proxy
+        except Exception as error:  # whatever this forward does with a proxy
             reason = str(error).strip().split("\n")[0]
             raise Untraceable(f"{cls.__name__}.forward is no graph: {reason}") from error
     if random.getstate() != drawn:
         random.setstate(drawn)
         raise Untraceable(f"{cls.__name__}.forward draws random numbers")
     for node in graph.nodes:
-        node.meta.clear()  # would have the source wrap torch.cat in every trace from then on
+        node.meta.clear()  # else torch.cat would be wrapped in every trace from then on
     return graph
 
 
@@ -113,11 +113,11 @@ class _Tracer(fx.Tracer):
         return super().create_node(kind, *args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        said = self._arguments[str(node.target)] if node.op == "placeholder" else self._values
-        return _saying(said)(node, self)
+        kind = self._arguments[str(node.target)] if node.op == "placeholder" else self._values
+        return _proxy_class(kind)(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        # Before anybody asks for its type.
+        # Before anything checks its type.
         return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)
 
 
@@ -150,10 +150,9 @@ IN_PLACE = {name: _in_place(name) for name in inplace_methods if name != "setite
 
 
 def _recorded(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def method(self: fx.Proxy, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", function, (self, other), {})
-
-    return method
+    return lambda self, other: self.tracer.create_proxy(
+        "call_function", function, (self, other), {}
+    )
 
 
 for _name, _function in IN_PLACE.items():
@@ -161,13 +160,13 @@ for _name, _function in IN_PLACE.items():
 
 
 @functools.cache
-def _saying(said: type) -> type[_Proxy]:
-    """Proxies that ``isinstance`` takes for a `said`."""
-    return type(f"_{said.__name__}Proxy", (_Proxy,), {"__class__": property(lambda _: said)})
+def _proxy_class(kind: type) -> type[_Proxy]:
+    """Proxies that are instances of `kind` to ``isinstance``."""
+    return type(f"_{kind.__name__}Proxy", (_Proxy,), {"__class__": property(lambda _: kind)})
 
 
 class _OnlyOfArguments(TorchFunctionMode):
-    """Refuses what is computed from no argument: it would be computed once and for all."""
+    """Refuses what is computed from no argument: it would become a constant of the graph."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -192,7 +191,7 @@ def _mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Raise Untraceable if the block sets attributes of `module`; they get back their values."""
+    """Restore the attributes of `module`; raise Untraceable if the block has set any."""
     dicts: tuple[dict[str, Any], ...] = (
         module.__dict__,
         module._parameters,
@@ -214,3 +213,45 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
             now.update(then)
     if changed:
         raise Untraceable(f"{type(module).__name__}.forward sets self.{min(changed)}")
+
+
+# ---- reading and changing a graph ----------------------------------------------------------------
+
+# By their forwards: modules that read their input and return new memory.
+_READERS = {
+    cls.forward
+    for cls in (
+        *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, _BatchNorm, nn.SyncBatchNorm),
+        *(nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
+    )
+}
+
+
+def called(node: fx.Node) -> Any:
+    """The function that `node` calls, or the name of the method."""
+    return node.target if node.op in ("call_function", "call_method") else None
+
+
+def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
+    """The module that `node` calls with one argument; None if it is another operation."""
+    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return None
+    return root.get_submodule(str(node.target))
+
+
+def is_reader(module: nn.Module) -> bool:
+    """Whether `module` is known to leave its input as it is, and to return new memory."""
+    if type(module).forward is nn.Sequential.forward:
+        return len(module._modules) > 0 and is_reader(next(module.children()))
+    return type(module).forward in _READERS
+
+
+def between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of a graph after `first` and before `last`."""
+    while (first := first.next) is not last:
+        yield first
+
+
+def replace(node: fx.Node, other: fx.Node) -> None:
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)

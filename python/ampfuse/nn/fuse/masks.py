@@ -1,8 +1,8 @@
-"""No attention mask where transformers' models need none.
+"""No attention mask for models of transformers that need none.
 
-Their decoders take sequences for packed ones where positions restart. To find out, an eager forward
-waits for the device, and one that is compiled or captured builds a mask, with which no flash
-kernel runs. Positions that a model counted itself never restart.
+Their decoders treat a sequence as packed if its positions restart. To find out, an eager forward
+waits for the device, and a compiled or captured one builds a mask, which rules out flash kernels.
+Positions that a model counts itself never restart.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from typing import Any
 
 from torch import nn
 
-from ampfuse.nn.forwards import replaceable_forward
-from ampfuse.nn.norm_act import mark_fused
+from ampfuse.nn.fuse.forwards import replaceable_forward, set_fused
 
 
 def skip_packing(model: nn.Module) -> bool:
-    """Have the decoders in `model` take positions that they count themselves for those of whole
-    sequences; True if there are any, without a ``forward`` of their own."""
+    """Have the decoders in `model` not search for packed sequences in positions that they count
+    themselves; False if there are none, or all have a custom ``forward``."""
     found = False
     for module in model.modules():
         cls, attribute = replaceable_forward(module)
         if cls.__module__.startswith("transformers.") and attribute not in vars(module):
             forward = _forward_without_packing(cls)
             if forward is not None:
-                vars(module)[attribute] = types.MethodType(mark_fused(forward), module)
+                set_fused(module, attribute, forward)
                 found = True
     return found
 
 
 def _forward_without_packing(cls: Any) -> Callable[..., Any] | None:
-    """That of `cls`, but that a call without positions makes its masks without them too; None if
-    it is no decoder's."""
+    """The ``forward`` of `cls`, where a call without positions also makes its masks without them;
+    None if `cls` is not a decoder."""
     original, written = cls.forward, inspect.unwrap(cls.forward)
     makers = {
         name: _called_without_positions(written.__globals__[name])
@@ -71,8 +70,8 @@ def _called_without_positions(make_mask: Callable[..., Any]) -> Callable[..., An
 
 
 def _with_globals(function: Any, changed: dict[str, Any]) -> Any:
-    """A copy of `function`, and of what it decorates, for which some globals are others; None if a
-    decorator hides what it decorates."""
+    """A copy of `function`, and of what it decorates, with some globals replaced; None if what a
+    decorator wraps cannot be found."""
     scope, closure = {**function.__globals__, **changed}, function.__closure__ or ()
     if (inner := getattr(function, "__wrapped__", None)) is not None:
         places = [i for i, cell in enumerate(closure) if cell.cell_contents is inner]

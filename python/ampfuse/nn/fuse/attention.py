@@ -1,4 +1,7 @@
-"""Queries, keys and values as views of one projection, whose gradient is written once."""
+"""Packed projections of queries, keys and values, taken apart before they are permuted.
+
+Then autograd writes the gradient of the projection once (see :func:`ampfuse.nn.split_qkv`).
+"""
 
 from __future__ import annotations
 
@@ -6,46 +9,18 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from ampfuse.nn.patterns import called
-from ampfuse.nn.tracing import IN_PLACE
-
-
-def split_qkv(packed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values for ``F.scaled_dot_product_attention``, as views of `packed`.
-
-    The backward pass copies each of the three gradients once, to its place in the gradient of
-    `packed`. With ``reshape(...).permute(2, 0, 3, 1, 4).unbind(0)`` it stacks them and then copies
-    the stack, as the permutation comes between.
-
-    Arguments:
-        packed: shape (..., tokens, 3 * heads * width): the queries of all heads, then the keys,
-            then the values, of any dtype.
-
-    Returns:
-        Three tensors of shape (..., heads, tokens, width).
-
-    Raises:
-        ValueError: the last dimension of `packed` is no multiple of ``3 * heads``.
-
-    Source: the packed projections of GPT-2 (Radford et al. 2019) and of timm's ``Attention``.
-    """
-    if packed.dim() < 2 or packed.shape[-1] % (3 * heads):
-        raise ValueError(
-            f"packed has to be (..., tokens, {3 * heads} * width); it is {tuple(packed.shape)}."
-        )
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(-3, -2) for part in packed.chunk(3, -1))
-    return q, k, v
+from ampfuse.nn.fuse.trace import IN_PLACE, called, replace
 
 
-def fuse_splits(graph: fx.Graph, root: nn.Module) -> dict[str, str]:
+def rewrite(graph: fx.Graph, root: nn.Module) -> dict[str, str]:
     """Have ``x.permute(dims).unbind(0)`` take `x` apart before it permutes the parts.
 
-    The same for ``x.permute(dims)[i]``, which autograd would give a gradient of zeros for each i.
+    The same for ``x.permute(dims)[i]``, where autograd would make a gradient of zeros for each i.
 
     Returns:
-        For each, by the path in `root` of the layer that made `x`, what it took with it.
+        For each split, by the path in `root` of the layer that made `x`, what was fused.
     """
     fused = {}
     for node in list(graph.nodes):
@@ -59,8 +34,7 @@ def fuse_splits(graph: fx.Graph, root: nn.Module) -> dict[str, str]:
             with graph.inserting_before(part):
                 item = graph.call_function(operator.getitem, (unbound, part.args[1]))
                 view = graph.call_method("permute", (item, *(d - (d > first) for d in rest)))
-            part.replace_all_uses_with(view)
-            graph.erase_node(part)
+            replace(part, view)
         fused[_layer_before(node)] = "with split"
         for user in (*node.users, node):
             graph.erase_node(user)
@@ -68,7 +42,7 @@ def fuse_splits(graph: fx.Graph, root: nn.Module) -> dict[str, str]:
 
 
 def _permutation(node: fx.Node) -> list[int] | None:
-    """The dimensions of ``permute``; None where `node` is something else."""
+    """The dimensions of ``permute``; None if `node` is another operation."""
     if called(node) not in ("permute", torch.permute) or node.kwargs:
         return None
     dims: Any = node.args[1:]
@@ -78,14 +52,14 @@ def _permutation(node: fx.Node) -> list[int] | None:
 
 
 def _parts(node: fx.Node) -> list[fx.Node]:
-    """The uses of ``node[i]`` or ``node.unbind(0)[i]``, if there are only such."""
+    """The uses of ``node[i]`` or ``node.unbind(0)[i]``; none if `node` has other uses."""
     users = list(node.users)
     if len(users) == 1 and called(users[0]) in ("unbind", torch.unbind):
         (unbound,) = users
         if unbound.args[1:] not in ((), (0,)) or unbound.kwargs not in ({}, {"dim": 0}):
             return []
         users = list(unbound.users)
-    elif any(map(_writes, node.graph.nodes)):  # unbind's views refuse it
+    elif any(map(_writes, node.graph.nodes)):  # views of unbind cannot be written to
         return []
     simple = (u.target is operator.getitem and isinstance(u.args[1], int) for u in users)
     return users if all(simple) else []

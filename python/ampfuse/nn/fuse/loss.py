@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampfuse.nn.cross_entropy import cross_entropy
+from ampfuse.nn.functional import cross_entropy
 
 
 def causal_lm_loss(
@@ -19,8 +19,8 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """What transformers' ``ForCausalLMLoss`` computes, without its FP32 copy of the logits."""
-    if shift_labels is None:  # a word predicts the next one
+    """The ``ForCausalLMLoss`` of transformers without its FP32 copy of the logits."""
+    if shift_labels is None:  # each token predicts the next one
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     rows, target = logits.view(-1, vocab_size), shift_labels.reshape(-1).to(logits.device)
     if num_items_in_batch is None:
@@ -32,7 +32,7 @@ def causal_lm_loss(
 
 
 def replace_loss(model: nn.Module) -> bool:
-    """Have `model`, if it is such a model and has no loss of its own, compute its loss so."""
+    """Give `model` this loss; False unless it is such a model, without a custom loss."""
     if not type(model).__module__.startswith("transformers.") or "_loss_function" in vars(model):
         return False
     if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":

@@ -1,0 +1,227 @@
+"""Fuse the norms, activations and more of a model with what is next to them.
+
+No module is replaced. A module that calls batch norms, adds before it calls another norm, calls an
+activation after a bias or before a product, or splits a projection, gets a ``forward`` on the
+instance, written from the graph of its class's; layer and RMS norms, activations and patch
+embeddings alone get one that is the same for all. So names, classes, state dicts, hooks and
+optimizers stay. A copy is fused like its original; a pickled model loads unfused.
+
+``trace.py`` makes the graphs and ``forwards.py`` what runs them. The other files are the ideas, one
+each: what is recognized, what is called in its place, and how a graph is changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ampfuse.nn.fuse import activations, attention, loss, masks, norms, patches
+from ampfuse.nn.fuse.forwards import (
+    eager_module,
+    forward_from_graphs,
+    free_forward,
+    is_fused,
+    replaceable_forward,
+    set_fused,
+)
+from ampfuse.nn.fuse.trace import Untraceable
+from ampfuse.nn.modules import BatchNormAct2d
+
+PARTS = ("norms", "activations", "attention", "patches", "masks", "loss")
+_REWRITES = {
+    "norms": norms.rewrite,
+    "activations": activations.rewrite,
+    "attention": attention.rewrite,
+}
+# Functions and methods that a module with something to rewrite may call.
+_CALLS = {"activations": ("gelu", "silu"), "attention": ("permute",)}
+
+
+@dataclasses.dataclass
+class FusionReport:
+    """What :func:`fuse` did; ``print`` shows a line for each place.
+
+    Attributes:
+        fused: the norms, activations, splits and patch embeddings that are fused now, by name, and
+            with what; an activation that is not a module, and a split, by the name of the layer
+            before it.
+        left: those that are not, and why.
+        has_loss: whether the model computes its loss from half logits now.
+        skips_packing: whether it no longer searches for packed sequences where it gets no
+            ``position_ids``.
+    """
+
+    fused: dict[str, str] = dataclasses.field(default_factory=dict)
+    left: dict[str, str] = dataclasses.field(default_factory=dict)
+    has_loss: bool = False
+    skips_packing: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The first line."""
+        count = len(self.fused) + len(self.left)
+        if not count:
+            return "nothing to fuse"
+        return f"{len(self.fused)} of {count} places fused"
+
+    def __str__(self) -> str:
+        lines = [self.summary]
+        for title in ("fused", "left"):
+            places = getattr(self, title)
+            lines += [f"{title:5}  {name or '(model)'}: {what}" for name, what in places.items()]
+        if self.has_loss:
+            lines.append("fused  the loss of half logits")
+        if self.skips_packing:
+            lines.append("fused  no attention mask where no position_ids are given")
+        return "\n".join(lines)
+
+
+def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
+    """Fuse the norms and activations of `model` with what is next to them, and more, in place.
+
+    A batch norm is fused with the add and the ReLU that follow it. A layer or RMS norm (torch's,
+    timm's, and those of the Llama family in transformers) is fused with the add before it, or
+    alone; a GELU or SiLU (theirs) with the bias of the linear layer before it or the product after
+    it, or alone. A packed projection of queries, keys and values (``permute(...).unbind(0)``, as in
+    timm) is taken apart before it is permuted, see :func:`split_qkv`. A convolution of patches that
+    do not overlap becomes a product, see :func:`patch_conv2d`: of at least 8 pixels each way, on a
+    CPU in half precision. transformers' causal language models compute their loss by
+    :func:`ampfuse.nn.cross_entropy`. Their decoders no longer search for packed sequences if they
+    get no ``position_ids``: the search waits for the device or, in a compiled or captured model,
+    rules out flash attention.
+
+    Results are those of the original model, except for rounding. Call it when the model is
+    complete: what a ``forward`` reads from its module, other than parameters, buffers and the mode,
+    is fixed now. If a number, a string or a flag of the module changes, the original ``forward``
+    runs. Modules may still be exchanged or get hooks; these then run. The first call with other
+    optional arguments than before traces ``forward`` once more; under ``torch.compile`` such a call
+    runs the original.
+
+    Under ``torch.compile`` layer and RMS norms and activations are left to the compiler, which
+    fuses them with more than this does, and as fast; batch norms, splits and patch embeddings stay
+    fused. ``torch.fx``, ``torch.jit.script`` and ``nn.DataParallel`` need :func:`unfuse` first.
+
+    Arguments:
+        parts: which of ``"norms"``, ``"activations"``, ``"attention"``, ``"patches"``,
+            ``"masks"`` and ``"loss"`` to fuse; the report lists no others.
+
+    Returns:
+        What was fused, and what was left and why.
+
+    Raises:
+        ValueError: `parts` is a string, or holds another name.
+    """
+    if isinstance(parts, str) or any(part not in PARTS for part in parts):
+        raise ValueError(f'parts is {parts!r}; it has to list some of {PARTS}, as ["norms"] does.')
+    model = eager_module(model)
+    modules = dict(model.named_modules())
+    report = FusionReport()
+    owners: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        part, _ = _part_of(module)
+        if part == "patches" and part in parts:
+            report.left[name] = ""
+        elif part in parts:
+            owners.setdefault(_owner(name, modules), []).append(name)
+        elif any(p in parts and not _names(module).isdisjoint(_CALLS[p]) for p in _CALLS):
+            owners.setdefault(name, [])
+    if "loss" in parts:
+        report.has_loss = loss.replace_loss(model)
+    if "masks" in parts:
+        report.skips_packing = masks.skip_packing(model)
+    fused: dict[nn.Module, str] = {}
+    for owner, names in owners.items():
+        reason = f"{owner or 'the model'} does not call it"
+        try:
+            fused.update(_fuse_in(modules[owner], [modules[name] for name in names], parts))
+        except Untraceable as error:
+            reason = str(error)
+        report.left.update({name: _unknown(modules[name]) or reason for name in names})
+    for name in report.left:
+        module = modules[name]
+        part, forward = _part_of(module)
+        if forward is None:
+            continue
+        # One with an add, too, for the calls that run its owner's original ``forward``.
+        try:
+            _, attribute = free_forward(module)
+        except Untraceable as error:
+            report.left[name] = str(error)
+        else:
+            set_fused(module, attribute, forward)
+            fused.setdefault(module, "as a product" if part == "patches" else "alone")
+    for name in [name for name, module in modules.items() if module in fused]:
+        report.fused[name] = fused[modules[name]]
+        report.left.pop(name, None)
+    return report
+
+
+def unfuse(model: nn.Module) -> None:
+    """Take back what :func:`fuse` did to `model`, in place."""
+    model = eager_module(model)
+    loss.restore_loss(model)
+    for module in model.modules():
+        _, attribute = replaceable_forward(module)
+        if is_fused(module.__dict__.get(attribute)):
+            del module.__dict__[attribute]
+
+
+def _owner(name: str, modules: dict[str, nn.Module]) -> str:
+    """The name of the module whose ``forward`` should call the norm `name`."""
+    while name:
+        name = name.rpartition(".")[0]
+        if type(modules[name]).forward is not nn.Module.forward:  # as a ModuleList's is
+            break
+    return name
+
+
+def _part_of(module: nn.Module) -> tuple[str | None, Callable[..., Any] | None]:
+    """The part that `module` itself belongs to, and its fused ``forward`` alone, if it has one."""
+    if norms.norm_spec(module):
+        return "norms", norms.forward
+    if patches.takes_patches(module):
+        return "patches", patches.forward
+    if activations.activation_of(module):
+        return "activations", activations.forward
+    return ("norms" if isinstance(module, _BatchNorm) else None), None
+
+
+def _names(module: nn.Module) -> set[str]:
+    """The names in the code of the ``forward`` of `module` itself."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return set() if code is None else set(code.co_names)
+
+
+def _unknown(norm: nn.Module) -> str | None:
+    """Why `norm` has no fused form; None if it has one."""
+    if isinstance(norm, BatchNormAct2d):
+        return "fused in itself"
+    if norms.is_batch_norm2d(norm) or _part_of(norm)[1]:
+        return None
+    return f"a {type(norm).__name__} has no fused form"
+
+
+def _fuse_in(
+    owner: nn.Module, modules: list[nn.Module], parts: Collection[str]
+) -> dict[nn.Module, str]:
+    """Fuse `modules`, as far as they have a fused form and `owner` calls them.
+
+    Returns:
+        Those that are fused now, and with what.
+
+    Raises:
+        Untraceable: the forward of `owner` has to stay; the message says why.
+    """
+    cls, attribute = free_forward(owner)
+    if modules and all(map(_unknown, modules)):
+        return {}
+    rewrites = [rewrite for part, rewrite in _REWRITES.items() if part in parts]
+    forward, fused = forward_from_graphs(owner, cls, rewrites)
+    if fused:
+        set_fused(owner, attribute, forward)
+    return fused

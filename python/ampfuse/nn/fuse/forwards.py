@@ -1,0 +1,211 @@
+"""The ``forward`` of a module instance: whose it is, what may take its place, and the one that runs
+graphs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import linecache
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from ampfuse.nn.fuse.trace import KINDS, Call, Untraceable, is_constant, is_taken, kind_of, trace
+
+Rewrite = Callable[[fx.Graph, nn.Module], dict[str, str]]
+
+
+class WrappedForward:
+    """Mixed into the class of a module whose ``forward`` runs around its original class's.
+
+    Such a class has two bases, this (or a subclass) and the original class. A ``forward`` that hung
+    on the instance, and hid the class's, is the attribute ``_amp_inner_forward``.
+    """
+
+
+def original_class(wrapping: type) -> type:
+    """The class around whose ``forward`` a :class:`WrappedForward` runs."""
+    return wrapping.__bases__[1]
+
+
+def eager_module(model: nn.Module) -> nn.Module:
+    """`model`, or the module inside the wrapper that ``torch.compile`` put around it.
+
+    For a proxy, the module that it stands for.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes a second; a wrapper already has
+    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+        return model._orig_mod
+    if is_proxy(model):  # the first of its modules() is the root of what it stands for
+        return next(iter(model.modules()), model)
+    return model
+
+
+def is_proxy(model: nn.Module) -> bool:
+    """True for an object that passes for a module (its ``__class__`` is a property) without being
+    one.
+
+    Assigning its ``__class__`` would reach another object.
+    """
+    return not issubclass(type(model), nn.Module)
+
+
+def forward_name(module: nn.Module) -> str:
+    """The name of the ``forward`` of its class, with the Python module that defines it."""
+    forward = type(module).forward
+    return f"{forward.__module__}.{forward.__qualname__}"
+
+
+def has_no_hooks(*modules: nn.Module) -> bool:
+    """Whether calling each is calling its class's ``forward`` or a fused one, without hooks."""
+    return not _has_any_global_hook() and not any(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or ("forward" in module.__dict__ and not is_fused(module.__dict__["forward"]))
+        for module in modules
+    )
+
+
+# ---- fused forwards on instances -----------------------------------------------------------------
+
+
+def replaceable_forward(module: nn.Module) -> tuple[Any, str]:
+    """The class with the ``forward`` of `module`, and the attribute that overrides it."""
+    if isinstance(module, WrappedForward):
+        return original_class(type(module)), "_amp_inner_forward"
+    return type(module), "forward"
+
+
+def free_forward(module: nn.Module) -> tuple[Any, str]:
+    """As :func:`replaceable_forward`.
+
+    Raises:
+        Untraceable: the attribute is in use.
+    """
+    cls, attribute = replaceable_forward(module)
+    present = module.__dict__.get(attribute)
+    if is_fused(present):
+        raise Untraceable("already fused")
+    # A bound method that was pickled is the one of the class now.
+    if present is not None and getattr(present, "__func__", None) is not cls.forward:
+        raise Untraceable(f"this {cls.__name__} has a forward of its own")
+    return cls, attribute
+
+
+def set_fused(module: nn.Module, attribute: str, forward: Any) -> None:
+    """Have `module` run the function `forward` instead of the one of its class."""
+    forward.is_fused = True
+    module.__dict__[attribute] = types.MethodType(forward, module)
+
+
+def is_fused(method: Any) -> bool:
+    """Whether this is a ``forward`` that fusing put on an instance."""
+    return hasattr(getattr(method, "__func__", None), "is_fused")
+
+
+# ---- one that runs graphs ------------------------------------------------------------------------
+
+_MAX_GRAPHS = 24  # of one module
+_OF_ALL_MODULES = frozenset(dir(nn.Module()))
+_number = itertools.count()
+
+
+def forward_from_graphs(
+    owner: nn.Module, cls: type[nn.Module], rewrites: Iterable[Rewrite]
+) -> tuple[Any, dict[nn.Module, str]]:
+    """A ``forward`` that runs the graph of `owner`, changed by `rewrites`, for each kind of call;
+    and the modules that are fused in it, with what.
+
+    Graphs of calls without optional arguments are made here. Those of other calls are made at the
+    first such call, except under a compiler.
+
+    Raises:
+        Untraceable: no graph can be made; the message says why.
+    """
+    _, *parameters = inspect.signature(cls.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [p for p in parameters if p.kind not in variadic]
+    defaults = {p.name: p.default for p in named if p.default is not p.empty}
+    required = [p.name for p in named if p.default is p.empty]
+    settings = _settings(owner)
+    variants: dict[Call, Callable[..., Any] | None] = {}
+    fused: dict[nn.Module, str] = {}
+    failure: Untraceable | None = None
+    for training, kind in itertools.product((True, False), KINDS):
+        call = Call(training, tuple((name, kind) for name in required))
+        try:
+            variants[call], found = _variant(owner, cls, call, rewrites)
+        except Untraceable as error:
+            variants[call], found = None, {}
+            failure = failure or error
+        fused = found | fused
+    if not any(variants.values()):
+        assert failure is not None
+        raise failure
+
+    original: Any = cls.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        unchanged = all(kind_of(getattr(self, name, None)) == kind for name, kind in settings)
+        if not unchanged or len(given) != len(args) + len(kwargs):
+            return original(self, *args, **kwargs)
+        given = {k: v for k, v in given.items() if k not in defaults or v is not defaults[k]}
+        call = Call(self.training, tuple((name, kind_of(given[name])) for name in given))
+        full = len(variants) >= _MAX_GRAPHS
+        if call not in variants and not full and not torch.compiler.is_compiling():
+            try:
+                variants[call], _ = _variant(self, cls, call, rewrites)
+            except Untraceable:
+                variants[call] = None
+        variant = variants.get(call)
+        if variant is None:
+            return original(self, *args, **kwargs)
+        return variant(self, *(given[name] for name, kind in call.arguments if is_taken(kind)))
+
+    forward.__code__ = forward.__code__.replace()  # torch.compile counts recompilations by it
+    functools.update_wrapper(forward, original)
+    forward.__name__ = "forward"  # a bound method pickles as the name of its function
+    return forward, fused
+
+
+def _settings(module: nn.Module) -> list[tuple[str, Any]]:
+    """The constants among the attributes of `module` and its class, on which a graph may depend:
+    names and kinds."""
+    names = [name for name in dir(module) if name[0] != "_" and name not in _OF_ALL_MODULES]
+    values = [(name, inspect.getattr_static(module, name, Ellipsis)) for name in names]
+    return [(name, kind_of(value)) for name, value in values if is_constant(value)]
+
+
+def _variant(
+    owner: nn.Module, cls: type[nn.Module], call: Call, rewrites: Iterable[Rewrite]
+) -> tuple[Callable[..., Any], dict[nn.Module, str]]:
+    """The method that runs the graph of `owner` for `call`, and what is fused in it."""
+    graph, other = (trace(owner, cls, call, values) for values in (Tensor, list))
+    if str(graph) != str(other):
+        raise Untraceable(f"{cls.__name__}.forward asks for the type of what a module returns")
+    fused: dict[nn.Module, str] = {}
+    for rewrite in rewrites:
+        for path, what in rewrite(graph, owner).items():
+            fused.setdefault(owner.get_submodule(path), what)
+    return _compiled(graph, cls), fused
+
+
+def _compiled(graph: fx.Graph, cls: type[nn.Module]) -> Callable[..., Any]:
+    """`graph` as a method."""
+    code = graph.python_code(root_module="self")
+    # Tracebacks show lines of it.
+    name = f"<fused {cls.__name__}.forward, {next(_number)}>"
+    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)
+    scope = dict(code.globals)
+    exec(compile(code.src, name, "exec"), scope)
+    return scope["forward"]

@@ -1,0 +1,297 @@
+"""Norms: what a fused model calls in place of them, and how a graph gets it.
+
+A batch norm takes with it an add and a ReLU, if nothing else reads the values between them
+(``norm_act``). A layer or RMS norm takes the add before it, whose sum others may read
+(``add_norm``), or runs alone (``forward``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ampfuse.nn.functional import normalize_rows, same_shape_and_dtype
+from ampfuse.nn.fuse.forwards import forward_name, has_no_hooks
+from ampfuse.nn.fuse.trace import IN_PLACE, between, called, is_reader, module_of, replace
+from ampfuse.nn.modules import normalize
+
+# ---- batch norms ---------------------------------------------------------------------------------
+
+
+def is_batch_norm2d(norm: nn.Module) -> TypeGuard[_BatchNorm]:
+    """Whether `norm` is one of images that computes what torch's does."""
+    return isinstance(norm, nn.BatchNorm2d) and type(norm).forward is _BatchNorm.forward
+
+
+def norm_act(
+    norm: nn.Module,
+    x: Tensor,
+    residual: Tensor | None = None,
+    act: nn.Module | bool = False,
+    identities: Sequence[nn.Module] = (),
+    in_place: bool = False,
+) -> Tensor:
+    """``act(identities(norm(x)) + residual)``, fused if the modules are still those that the graph
+    was made for.
+
+    They may have been exchanged, or have got hooks; then they are called one by one.
+
+    Arguments:
+        act: an ``nn.ReLU``; True for a ReLU that is not a module, False for none.
+        identities: ``nn.Identity`` modules.
+        in_place: the residual is added in place, which decides the type of the sum.
+    """
+    modules = (norm, *identities) if isinstance(act, bool) else (norm, *identities, act)
+    if (
+        is_batch_norm2d(norm)
+        and x.dim() == 4
+        and (residual is None or same_shape_and_dtype(residual, x))
+        and all(type(module) is nn.Identity for module in identities)
+        and (isinstance(act, bool) or type(act) is nn.ReLU)
+        and has_no_hooks(*modules)
+    ):
+        return normalize(norm, x, residual, act is not False)
+    out = norm(x)
+    for module in identities:
+        out = module(out)
+    if residual is not None:
+        out = operator.iadd(out, residual) if in_place else out + residual
+    if isinstance(act, bool):
+        return F.relu(out) if act else out
+    return act(out)
+
+
+# ---- layer and RMS norms -------------------------------------------------------------------------
+
+
+class NormSpec(NamedTuple):
+    """What the ``forward`` of a class computes."""
+
+    centered: bool = True
+    eps: str = "eps"
+    images: bool = False  # (N, C, H, W), over the channels
+    promotes: bool = False  # to the dtype of the weight, if it differs from the input's
+
+
+# By the name of the ``forward``.
+_SPECS = {
+    "torch.nn.modules.normalization.LayerNorm.forward": NormSpec(),
+    "torch.nn.modules.normalization.RMSNorm.forward": NormSpec(centered=False),
+    "timm.layers.norm.LayerNorm.forward": NormSpec(),
+    "timm.layers.norm.LayerNorm2d.forward": NormSpec(images=True),
+    "timm.layers.norm.RmsNorm.forward": NormSpec(centered=False),
+    "torchvision.models.convnext.LayerNorm2d.forward": NormSpec(images=True),
+}
+# Models of transformers compute this with classes of their own.
+_LLAMA = NormSpec(centered=False, eps="variance_epsilon", promotes=True)
+_LIKE_LLAMA: dict[type[nn.Module], bool] = {}
+_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
+
+
+def norm_spec(norm: nn.Module) -> NormSpec | None:
+    """What `norm` computes; None if that has no fused form."""
+    cls = type(norm)
+    if hasattr(norm, _LLAMA.eps):
+        if cls not in _LIKE_LLAMA:
+            _LIKE_LLAMA[cls] = _computes_rms_norm(norm)
+        return _LLAMA if _LIKE_LLAMA[cls] else None
+    return _SPECS.get(forward_name(norm))
+
+
+def _computes_rms_norm(norm: Any) -> bool:
+    """Whether ``forward`` of its class is the RMS norm of one argument, by what it computes: the
+    name does not tell whether the weight is added to 1, or whether there is a gate."""
+    cls, eps = type(norm), getattr(norm, _LLAMA.eps)
+    public = {name for name in vars(norm) if name[0] != "_"} - {_LLAMA.eps, "training", "forward"}
+    parts = [*norm.named_parameters(), *norm.named_buffers(), *norm.named_children()]
+    if public or [name for name, _ in parts] != ["weight"]:
+        return False
+    try:
+        if len(inspect.signature(cls.forward).parameters) != 2:
+            return False
+        for training, (dtype, tolerance) in itertools.product((True, False), _TOLERANCES.items()):
+            generator = torch.Generator().manual_seed(0)
+            weight, x = torch.randn(2, *norm.weight.shape, generator=generator, device="cpu")
+            # Rows of a mean that is not 0, and of sizes at which eps matters and does not.
+            x = (x + 1) * x.new_tensor([[0.1], [1.0], [1e3]]) * eps**0.5
+            x, weight = x.to(dtype), nn.Parameter(weight.to(dtype), requires_grad=False)
+            stand_in: Any = object.__new__(cls)
+            stand_in.__dict__ = vars(norm) | {"_parameters": {"weight": weight}}
+            stand_in.__dict__["training"] = training
+            exact = x.double()
+            exact = exact * (exact.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+            found = cls.forward(stand_in, x)
+            if found.dtype != dtype or not torch.allclose(found.double(), exact, tolerance, 0.0):
+                return False
+    except Exception:  # whatever this forward does with three rows
+        return False
+    return True
+
+
+def add_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """``(norm(x + residual), x + residual)``, fused if `norm` is still the one that the graph was
+    made for."""
+    spec = norm_spec(norm)
+    fits = spec is not None and same_shape_and_dtype(x, residual) and _takes(spec, norm, x)
+    if spec is None or not fits or not has_no_hooks(norm):
+        total = x + residual
+        return norm(total), total
+    y, total = _normalize(spec, norm, x, residual)
+    return y, total
+
+
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The ``forward`` of a layer or RMS norm alone."""
+    spec = norm_spec(self)
+    if spec is None or len(args) != 1 or kwargs or not _takes(spec, self, args[0]):
+        return type(self).forward(self, *args, **kwargs)
+    return _normalize(spec, self, args[0])[0]
+
+
+def _takes(spec: NormSpec, norm: Any, x: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # a compiler fuses it with more than we do
+        return False
+    return not spec.promotes or norm.weight.dtype == x.dtype
+
+
+def _normalize(
+    spec: NormSpec, norm: Any, x: Tensor, residual: Tensor | None = None
+) -> list[Tensor]:
+    """The norm, and with a residual the sum."""
+    if spec.images:
+        x = x.permute(0, 2, 3, 1)
+        residual = None if residual is None else residual.permute(0, 2, 3, 1)
+    shape = getattr(norm, "normalized_shape", None) or norm.weight.shape
+    bias, eps = norm.bias if spec.centered else None, getattr(norm, spec.eps)
+    found = normalize_rows(x, residual, shape, norm.weight, bias, eps, centered=spec.centered)
+    return [y.permute(0, 3, 1, 2) for y in found] if spec.images else found
+
+
+# ---- in a graph ----------------------------------------------------------------------------------
+
+_ADDS = (operator.add, torch.add, "add")
+_ADDS_IN_PLACE = (IN_PLACE["iadd"], "add_")
+_RELUS = (F.relu, torch.relu, torch.relu_, "relu", "relu_")
+
+
+def rewrite(graph: fx.Graph, root: nn.Module) -> dict[str, str]:
+    """Fuse the norms that `graph`, of a forward of `root`, calls: batch norms, and layer and RMS
+    norms after an add.
+
+    Returns:
+        For each, by its path in `root`, what it was fused with.
+    """
+    fused = {}
+    for node in list(graph.nodes):
+        norm = module_of(node, root)
+        if norm is not None and is_batch_norm2d(norm):
+            fused[str(node.target)] = _fuse_batch_norm(graph, root, node)
+        elif norm is not None and norm_spec(norm) and _fuse_add(graph, root, node):
+            fused[str(node.target)] = "with add"
+    return fused
+
+
+def _fuse_add(graph: fx.Graph, root: nn.Module, norm: fx.Node) -> bool:
+    """Make one call of an add and of `norm`, which takes the sum; False if there is no such add."""
+    (add,) = norm.args
+    if not (
+        isinstance(add, fx.Node)
+        and called(add) in _ADDS
+        and not add.kwargs
+        and len(add.args) == 2
+        and all(isinstance(arg, fx.Node) for arg in add.args)
+        and _commutes(norm, add, between(add, norm), root)  # the norm moves up to the add
+    ):
+        return False
+    with graph.inserting_before(add):
+        module = graph.get_attr(str(norm.target))
+        both = graph.create_node("call_function", add_norm, (module, *add.args))
+        y, total = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
+    replace(norm, y)
+    replace(add, total)
+    return True
+
+
+def _fuse_batch_norm(graph: fx.Graph, root: nn.Module, norm: fx.Node) -> str:
+    """Make one call of `norm` and what may follow it: identities, an add, a ReLU."""
+    (x,) = norm.args
+    chain = [norm]
+    identities: list[Any] = []
+    act: fx.Node | bool = False
+    residual, in_place = None, False
+
+    def follower() -> fx.Node | None:
+        """The node that alone reads the end of the chain, if the norm may be computed there."""
+        users = list(chain[-1].users)
+        if len(users) != 1:
+            return None
+        others = (node for node in between(norm, users[0]) if node not in chain)
+        return users[0] if _commutes(norm, x, others, root) else None
+
+    while (user := follower()) is not None and type(module_of(user, root)) is nn.Identity:
+        chain.append(user)
+        identities.append(user.target)
+    if user is not None and (other := _added_to(user, chain[-1])) is not None:
+        residual, in_place = other, user.target in _ADDS_IN_PLACE
+        chain.append(user)
+        user = follower()
+    if user is not None and user.args[:1] == (chain[-1],) and _is_relu(user, root):
+        chain.append(user)
+        act = True
+
+    last = chain[-1]
+    with graph.inserting_before(last):
+        if act and last.op == "call_module":
+            act = graph.get_attr(str(last.target))
+        module, *identities = (graph.get_attr(path) for path in (norm.target, *identities))
+        arguments = (module, x, residual, act, tuple(identities), in_place)
+        fused = graph.create_node("call_function", norm_act, arguments, {}, norm.name)
+    last.replace_all_uses_with(fused)
+    for node in reversed(chain):
+        graph.erase_node(node)
+    taken = [name for name, there in (("add", residual), ("ReLU", act)) if there]
+    return "with " + " and ".join(taken) if taken else "alone"
+
+
+def _commutes(norm: fx.Node, x: Any, nodes: Iterable[fx.Node], root: nn.Module) -> bool:
+    """Whether `norm` of `x` is the same before and after `nodes`."""
+    return not any(
+        (node.op == "call_module" and node.target == norm.target)
+        or (x in node.all_input_nodes and not _only_reads(node, x, root))
+        for node in nodes
+    )
+
+
+def _only_reads(node: fx.Node, value: fx.Node, root: nn.Module) -> bool:
+    """Whether `node` is known neither to write to `value` nor to return it or a view of it."""
+    module = module_of(node, root)
+    if module is not None:
+        return is_reader(module)
+    if node.target is norm_act:
+        return value in node.args[1:3]
+    written = node.args[:1] if called(node) in _ADDS_IN_PLACE else ()
+    return called(node) in (*_ADDS, *_ADDS_IN_PLACE) and value not in written
+
+
+def _added_to(node: fx.Node, value: fx.Node) -> fx.Node | None:
+    """What `node` adds to `value`; None if it does something else, or writes to the other."""
+    if called(node) not in (*_ADDS, *_ADDS_IN_PLACE) or len(node.args) != 2 or node.kwargs:
+        return None
+    first, second = node.args
+    if second is value and node.target in _ADDS:
+        first, second = second, first
+    if first is not value or second is value:
+        return None
+    return second if isinstance(second, fx.Node) else None
+
+
+def _is_relu(node: fx.Node, root: nn.Module) -> bool:
+    return called(node) in _RELUS or type(module_of(node, root)) is nn.ReLU
