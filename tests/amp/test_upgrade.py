@@ -302,7 +302,7 @@ def test_the_way_to_initialize_again(level, cls):
     training = Training(cls, level)
     training.steps(range(3))
     twin, old = copy.deepcopy(training), training.optimizer
-    message = r"make a new .* model.parameters\(\).*new.load_state_dict\(old.state_dict\(\)\)"
+    message = r"create a new .* model.parameters\(\).*new.load_state_dict\(old.state_dict\(\)\)"
     with pytest.raises(RuntimeError, match=message):
         training.initialize(level)
     scale = amp.state_dict()
@@ -435,7 +435,7 @@ def test_an_optimizer_of_parameters_that_no_model_has(case, level, caplog):
     amp.initialize(models, optimizers, opt_level=level, verbosity=0)
     assert len(caplog.messages) == count
     for message in caplog.messages:
-        assert "that no model given to amp.initialize has, and no optimizer holds " in message
+        assert "of no model passed to amp.initialize, and " in message
 
 
 @pytest.mark.parametrize(

@@ -276,9 +276,9 @@ def _check_model(model: nn.Module) -> None:
     wrapper = eager_module(model)
     if isinstance(wrapper, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise RuntimeError(
-            f"The model is wrapped in {type(wrapper).__name__} already. Call amp.initialize on "
-            "the bare model, then wrap what it returns: the wrapper has to see the weights in "
-            "their final type."
+            f"The model is already wrapped in {type(wrapper).__name__}. Call amp.initialize on "
+            "the bare model, then wrap what it returns: the wrapper must see the weights in their "
+            "final dtype."
         )
     check_can_install(model)
 
@@ -300,12 +300,12 @@ def _check_half_parameters(models: list[nn.Module], policy: Policy, allow: bool)
             f"Parameter {name!r} is {kind}, but {policy.opt_level} trains FP32 parameters: the "
             "optimizer would step it in half precision and lose small updates. Call model.float() "
             "before making the optimizer, or use O2 (float16) or O5 (bfloat16), or freeze it "
-            "(requires_grad_(False)); allow_incoming_model_not_fp32=True accepts it as it is."
+            "(requires_grad_(False)); allow_incoming_model_not_fp32=True accepts it unchanged."
         )
     warnings.warn(
-        f"The model arrived with {len(half)} half-precision parameter(s), the first being {name!r} "
-        f"({kind}). They are taken over exactly, but digits lost when they were rounded stay lost: "
-        "where the weights exist in FP32, load them in FP32 and let amp.initialize cast.",
+        f"The model already has {len(half)} half-precision parameter(s), the first being {name!r} "
+        f"({kind}). Their masters start as exact copies, without the digits lost in the earlier "
+        "cast: if you have the weights in FP32, load those and let amp.initialize cast them.",
         stacklevel=4,
     )
 
@@ -314,11 +314,10 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
     kind = type(optimizer).__name__
     if sessions.enabled_of(optimizer) is not None:
         raise RuntimeError(
-            f"This {kind} went through amp.initialize already. To "
-            "initialize the model again, make a new optimizer from model.parameters(), call "
-            "amp.initialize with it, then new.load_state_dict(old.state_dict()): moments and "
-            "masters go along. So does the loss scale with amp.state_dict() before and "
-            "amp.load_state_dict() after."
+            f"This {kind} has already been through amp.initialize. To initialize the model again, "
+            "create a new optimizer from model.parameters(), pass it to amp.initialize, then call "
+            "new.load_state_dict(old.state_dict()), which keeps moments and masters. To keep the "
+            "loss scale, call amp.state_dict() before and amp.load_state_dict() after."
         )
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
@@ -328,10 +327,10 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
                 dtype = policy.weights_type or dtype
             if dtype not in FLOAT_DTYPES:
                 raise TypeError(
-                    f"Parameter {name!r} would be stepped in {dtype}. "
-                    "amp's optimizers take float32, float16 and bfloat16 parameters: cast the "
-                    "model (model.float()), or keep this parameter in an optimizer of its own "
-                    "that does not go through amp.initialize."
+                    f"Parameter {name!r} would be updated in {dtype}, but amp only supports "
+                    "float32, float16 and bfloat16 parameters. Cast the model (model.float()), or "
+                    "put this parameter into a separate optimizer that does not go through "
+                    "amp.initialize."
                 )
 
 
@@ -359,12 +358,12 @@ def _warn_of_strangers(
         )
         if is_other or _some_is_forgotten(strangers):
             _log.warning(
-                "%s holds %d parameter(s) that no model given to amp.initialize has, and no "
-                "optimizer holds %r (%d such in all), which stays as it is. Was the optimizer made "
-                "before a copy, or before a change that replaced parameters (weight_norm, "
-                "to_empty, load_state_dict(assign=True), fully_shard, a new layer)? Make it from "
-                "model.parameters() just before amp.initialize. If that is meant, freeze what is "
-                "not trained: requires_grad_(False).",
+                "%s has %d parameter(s) of no model passed to amp.initialize, and %r (%d such in "
+                "all) is in no optimizer, so it will not be trained. Was the optimizer created "
+                "before the model was copied, or before its parameters were replaced (weight_norm, "
+                "to_empty, load_state_dict(assign=True), fully_shard, a new layer)? Create it from "
+                "model.parameters() just before amp.initialize. If this is intended, freeze what "
+                "is not trained: requires_grad_(False).",
                 type(optimizer).__name__,
                 len(strangers),
                 names[id(left_out[0])],
@@ -397,8 +396,9 @@ def _trains_with_others() -> bool:
         return False
     _log.log(
         logging.INFO if is_sure or "TORCHELASTIC_RUN_ID" in os.environ else logging.WARNING,
-        "Masters start from the rounded weights, which DistributedDataParallel broadcasts: %s says "
-        "that %s processes train. A single process starts from the FP32 weights: results differ.",
+        "Masters start from the rounded weights, which DistributedDataParallel broadcasts, because "
+        "%s says that %s processes train. In a single process they start from the FP32 weights, so "
+        "results differ.",
         "the process group" if is_sure else "WORLD_SIZE in the environment",
         size,
     )
