@@ -300,7 +300,7 @@ def test_half_models_are_taken_over_exactly_with_a_word(level, dtype):
     model = nn.Linear(4, 4).to(dtype)
     exact = model.weight.detach().float()
     optimizer = sgd(model)
-    with pytest.warns(UserWarning, match="arrived with 2 half-precision"):
+    with pytest.warns(UserWarning, match="already has 2 half-precision"):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert torch.equal(next(amp.master_params(optimizer)), exact)
 

@@ -110,7 +110,8 @@ def initialize(
 
     Raises:
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
-            DistributedDataParallel; an optimizer that is initialized already; trainable half
+            DistributedDataParallel; an optimizer that is initialized already, or optimizers that
+            hold no parameter of the models; parameters on the meta device; trainable half
             parameters at a level that expects FP32 ones.
         TypeError: `models` or `optimizers` are something else; parameters of a type that the
             optimizers do not support (float64, complex).
@@ -201,7 +202,8 @@ def set_up(
         _check_optimizer(optimizer, policy, names)
     if verbosity >= 1:
         _log.info("%s", policy)
-    _warn_of_strangers(model_list, optimizer_list, names)
+    _check_strangers(model_list, optimizer_list, names)
+    _warn_of_shared(optimizer_list, names)
     for model in model_list if policy.weights_type is torch.float16 else ():
         warn_of_range(model, policy)
 
@@ -323,6 +325,12 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
         for i, parameter in enumerate(group["params"]):
             place = f"param_groups[{g}]['params'][{i}]"
             name, dtype = names.get(id(parameter), place), parameter.dtype
+            if parameter.is_meta:
+                raise RuntimeError(
+                    f"Parameter {name!r} is on the meta device, so it has no values to train. "
+                    "Materialize it (model.to_empty(device=...), then load or initialize it) and "
+                    "create the optimizer before amp.initialize."
+                )
             if id(parameter) in names and dtype.is_floating_point:
                 dtype = policy.weights_type or dtype
             if dtype not in FLOAT_DTYPES:
@@ -334,15 +342,15 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
                 )
 
 
-def _warn_of_strangers(
+def _check_strangers(
     models: list[nn.Module], optimizers: list[Optimizer], names: dict[int, str]
 ) -> None:
-    """Warn of parameters in an optimizer that are most likely former ones of a model.
+    """Look for parameters in an optimizer that are most likely former ones of a model.
 
-    This needs parameters of the models that are in no optimizer. Then it warns of an optimizer that
-    has none of theirs, if no optimizer has any or its own have the shapes of a model's; or that has
-    some which no module or variable holds any more. Other parameters may be of a loss, or of a
-    model that amp was not given.
+    This needs parameters of the models that are in no optimizer. If all of them are, that is a
+    RuntimeError. Otherwise it warns of an optimizer that has none, if its own have the shapes of a
+    model's; or that has some which no module or variable holds any more. Other parameters may be of
+    a loss, or of a model that amp was not given.
     """
     held = [[p for one in with_wrapped(each) for p in parameters(one)] for each in optimizers]
     stepped = {id(param) for params in held for param in params}
@@ -350,25 +358,43 @@ def _warn_of_strangers(
     left_out = [p for listed in own for p in listed if p.requires_grad and id(p) not in stepped]
     if not left_out:
         return
+    is_none_trained = stepped.isdisjoint(names)
     shapes = [[p.shape for p in listed] for listed in own if stepped.isdisjoint(map(id, listed))]
     for optimizer, params in zip(optimizers, held, strict=True):
         strangers = [param for param in params if id(param) not in names]
         is_other = len(strangers) == len(params) > 0 and (
-            stepped.isdisjoint(names) or [p.shape for p in parameters(optimizer)] in shapes
+            is_none_trained or [p.shape for p in parameters(optimizer)] in shapes
         )
         if is_other or _some_is_forgotten(strangers):
-            _log.warning(
-                "%s has %d parameter(s) of no model passed to amp.initialize, and %r (%d such in "
-                "all) is in no optimizer, so it will not be trained. Was the optimizer created "
-                "before the model was copied, or before its parameters were replaced (weight_norm, "
+            message = (
+                f"{type(optimizer).__name__} has {len(strangers)} parameter(s) of no model passed "
+                f"to amp.initialize, and {names[id(left_out[0])]!r} ({len(left_out)} such in all) "
+                "is in no optimizer, so it would not be trained. Was the optimizer created before "
+                "the model was copied, or before its parameters were replaced (weight_norm, "
                 "to_empty, load_state_dict(assign=True), fully_shard, a new layer)? Create it from "
                 "model.parameters() just before amp.initialize. If this is intended, freeze what "
-                "is not trained: requires_grad_(False).",
-                type(optimizer).__name__,
-                len(strangers),
-                names[id(left_out[0])],
-                len(left_out),
+                "is not trained: requires_grad_(False)."
             )
+            if is_none_trained:
+                raise RuntimeError(message)
+            _log.warning(message)
+
+
+def _warn_of_shared(optimizers: list[Optimizer], names: dict[int, str]) -> None:
+    """Warn of a parameter that two optimizers hold: each of them may make a master of it."""
+    holders: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in parameters(optimizer):
+            other = holders.setdefault(id(parameter), optimizer)
+            if other is not optimizer:
+                _log.warning(
+                    "%s and %s both hold %s, and both will update it. Pass each parameter to one "
+                    "optimizer.",
+                    type(other).__name__,
+                    type(optimizer).__name__,
+                    names.get(id(parameter), "a parameter"),
+                )
+                return
 
 
 def _some_is_forgotten(params: list[Tensor]) -> bool:

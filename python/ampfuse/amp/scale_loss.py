@@ -1,8 +1,8 @@
 """``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()``.
 
 Around one backward pass: on entry every optimizer sets aside the gradients it already has and the
-loss is multiplied by the scale; on exit the new gradients are unscaled where someone could look at
-them and inspected, and the scale adapts. All of it is enqueued on the device; nothing waits.
+loss is multiplied by the scale; on exit the new gradients are unscaled where they may be read,
+and inspected, and the scale adapts. All of it is enqueued on the device; nothing waits.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def scale_loss(
     # apex's message: for it the host waits for the device.
     if session.verbosity >= 2 and scaler.dynamic and any(o.found_inf_flag for o in optimizers):
         _log.warning(
-            "Gradient overflow. Skipping step; loss scale %d is now %g.",
+            "Gradient overflow. Skipping step; loss scale %d is now %.10g.",
             loss_id,
             scaler.loss_scale(),
         )
