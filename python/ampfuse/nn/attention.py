@@ -27,13 +27,13 @@ def split_qkv(packed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         Three tensors of shape (..., heads, tokens, width).
 
     Raises:
-        ValueError: the last dimension of `packed` is no multiple of ``3 * heads``.
+        ValueError: the last dimension of `packed` is not a multiple of ``3 * heads``.
 
     Source: the packed projections of GPT-2 (Radford et al. 2019) and of timm's ``Attention``.
     """
     if packed.dim() < 2 or packed.shape[-1] % (3 * heads):
         raise ValueError(
-            f"packed has to be (..., tokens, {3 * heads} * width); it is {tuple(packed.shape)}."
+            f"packed must have shape (..., tokens, {3 * heads} * width), got {tuple(packed.shape)}."
         )
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(-3, -2) for part in packed.chunk(3, -1))
     return q, k, v

@@ -54,7 +54,7 @@ def cross_entropy(
 
     Raises:
         ValueError: an unknown reduction, a smoothing out of its range.
-        IndexError: on the CPU, a target that is no class. On a GPU its loss is NaN.
+        IndexError: on the CPU, a target that is not a class. On a GPU its loss is NaN.
 
     Source: ``F.cross_entropy``; Milakov & Gimelshein 2018 for the maximum found on the way.
     """
@@ -63,7 +63,7 @@ def cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", not {reduction!r}.')
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be from 0 to 1, not {label_smoothing}.")
+        raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}.")
     rows = _rows(input, target, weight)
     if rows is None:
         if input.dtype in HALF_DTYPES:

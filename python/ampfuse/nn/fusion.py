@@ -111,7 +111,7 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
         ValueError: `parts` is a string, or holds another name.
     """
     if isinstance(parts, str) or any(part not in PARTS for part in parts):
-        raise ValueError(f'parts is {parts!r}; it has to list some of {PARTS}, as ["norms"] does.')
+        raise ValueError(f'parts must list some of {PARTS}, such as ["norms"], got {parts!r}.')
     modules = dict(eager_module(model).named_modules())
     report = FusionReport()
     owners: dict[str, list[str]] = {}
@@ -201,7 +201,7 @@ def _unknown(norm: nn.Module) -> str | None:
         return "fused in itself"
     if is_known(norm) or _forward_alone(norm):
         return None
-    return f"a {type(norm).__name__} has no fused form"
+    return f"{type(norm).__name__} has no fused version"
 
 
 def _fuse_in(
@@ -239,7 +239,7 @@ def _place_for_forward(module: nn.Module) -> tuple[Any, str]:
         raise Untraceable("already fused")
     # A bound method that was pickled is the one of the class now.
     if present is not None and getattr(present, "__func__", None) is not cls.forward:
-        raise Untraceable(f"this {cls.__name__} has a forward of its own")
+        raise Untraceable(f"this {cls.__name__} has a custom forward")
     return cls, attribute
 
 
@@ -317,7 +317,7 @@ def _variant(
     """What runs the graph of `owner` for `call`, and what is fused in it."""
     graph, other = (trace(owner, cls, call, values) for values in (Tensor, list))
     if str(graph) != str(other):
-        raise Untraceable(f"{cls.__name__}.forward asks for the type of what a module returns")
+        raise Untraceable(f"{cls.__name__}.forward checks the type of a module's output")
     fused: dict[nn.Module, str] = {}
     for part, rewrite in _REWRITES.items():
         for path, what in rewrite(graph, owner).items() if part in parts else ():

@@ -96,8 +96,8 @@ def linear_cross_entropy(
     """
     if target.shape != x.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(
-            f"target must be int64 and of shape {tuple(x.shape[:-1])}, as x without its features; "
-            f"it is {target.dtype} of shape {tuple(target.shape)}."
+            f"target must be int64 of shape {tuple(x.shape[:-1])}, that of x without the last "
+            f"dimension; got {target.dtype} of shape {tuple(target.shape)}."
         )
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

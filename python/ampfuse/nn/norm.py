@@ -121,7 +121,8 @@ def normalize_rows(
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if not shape or list(x.shape[-len(shape) :]) != shape:
         raise ValueError(
-            f"normalized_shape {tuple(shape)} is not how x ends, which has shape {tuple(x.shape)}."
+            f"normalized_shape {tuple(shape)} does not match the last dimensions of x, which has "
+            f"shape {tuple(x.shape)}."
         )
     if eps is None:
         eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps

@@ -34,7 +34,7 @@ def patch_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     Source: the patch embedding of ViT (Dosovitskiy et al. 2020), ``F.conv2d``.
     """
     if not _fits(x, weight):
-        raise ValueError(f"x, {tuple(x.shape)}, has no patches of weight, {tuple(weight.shape)}.")
+        raise ValueError(f"weight {tuple(weight.shape)} does not fit x, {tuple(x.shape)}.")
     height, width = weight.shape[2:]
     rows, columns = x.shape[2] // height, x.shape[3] // width
     patches = x[:, :, : rows * height, : columns * width]
