@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from ampfuse.half_ops import cpu_half_ops
 
 
-def _only_reports_environment() -> bool:
-    """True in ``ampfuse env`` or ``python -m ampfuse env``: they explain broken installations."""
-    if sys.argv[1:2] != ["env"]:
+def _needs_no_torch() -> bool:
+    """True in ``ampfuse env`` and ``python -m ampfuse env``, which explain broken installations;
+    and for ``--help`` and ``--version``, which must not wait for torch."""
+    if (sys.argv[1:2] or ["--help"])[0] not in ("env", "-h", "--help", "--version"):
         return False
     # While Python looks for the module that -m names, that is "-m" here, and named there.
     program = sys.argv[0] if sys.argv[0] != "-m" else sys.orig_argv[-len(sys.argv)]
@@ -39,8 +40,11 @@ def _only_reports_environment() -> bool:
 
 
 # An extension that does not fit the running torch says so here and now, not at its first use.
-if _only_reports_environment():
-    __version__ = "unknown"  # the report finds it out without loading anything
+if _needs_no_torch():
+    try:
+        from ampfuse._build_info import VERSION as __version__
+    except ImportError:
+        __version__ = "unknown"
 else:
     from ampfuse import _core
 

@@ -33,8 +33,8 @@ def check_torch(built_for: Sequence[str], running: str) -> None:
     if release_of(running) not in releases:
         raise ImportError(
             f"this ampfuse was compiled for torch {', '.join(releases)}, but torch {running} is "
-            f"running. Install one of these, or compile ampfuse for this torch: {_BUILD} ampfuse, "
-            "or the folder that it came from"
+            f"installed. Install one of these, or compile ampfuse for this torch: {_BUILD} "
+            "ampfuse, or the source folder in place of the last word"
         )
 
 
@@ -47,9 +47,9 @@ def driver_problem(built: int, driver: int) -> str | None:
     if not 0 < driver // 1000 < built // 1000:
         return None
     return (
-        f"ampfuse's CUDA kernels were compiled by CUDA {built // 1000}, and this GPU's driver "
+        f"ampfuse's CUDA kernels were compiled with CUDA {built // 1000}, but this GPU's driver "
         f"is for CUDA {driver // 1000}.{driver % 1000 // 10}: optimizers on the GPU will fail. "
-        "Update the driver (CUDA 13: 580 or later), or compile ampfuse by an older nvcc: "
+        "Update the driver (CUDA 13: 580 or later), or compile ampfuse with an older nvcc: "
         f"CUDACXX=<nvcc> {_BUILD} ampfuse"
     )
 
@@ -60,7 +60,7 @@ try:
     from ampfuse import _build_info as build_info
 except ImportError as error:
     raise ImportError(
-        "ampfuse's compiled extension is not here: this is a source tree that was not installed. "
+        "ampfuse's compiled extension was not found: this source tree has not been installed. "
         "Install it with: pip install <the folder that holds pyproject.toml>"
     ) from error
 check_torch(build_info.TORCH_VERSIONS, str(torch.__version__))
@@ -70,9 +70,9 @@ try:
     C = importlib.import_module(f"ampfuse.{_name}")
 except ImportError as error:
     raise ImportError(
-        f"ampfuse's compiled extension {_name} does not load ({error}). "
+        f"ampfuse's compiled extension {_name} failed to load ({error}). "
         f"It was built as: {build_info.BUILD_INFO}. Compile it again: {_BUILD} ampfuse, or the "
-        "folder that it came from"
+        "source folder in place of the last word"
     ) from error
 
 if torch.version.cuda is not None and (_problem := driver_problem(*C.cuda_versions())):

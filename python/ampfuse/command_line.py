@@ -17,7 +17,7 @@ from typing import NoReturn
 
 
 class UsageError(Exception):
-    """A wish that cannot be met. The message is one line for the user; the exit status is 2."""
+    """A wrong request. The message is one line for the user; the exit status is 2."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -60,7 +60,7 @@ def at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         value = int(text)
         if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
         return value
 
     return number
@@ -69,7 +69,7 @@ def at_least(least: int) -> Callable[[str], int]:
 def positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
     return value
 
 
@@ -78,15 +78,15 @@ def check_writable(option: str, folder: Path) -> None:
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not nearest.is_dir():
         raise UsageError(f"{option}: {nearest} is not a folder")
-    try:  # permissions do not tell of read-only and full disks
+    try:  # permissions do not show read-only and full disks
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(b"0")
     except OSError as error:
-        raise UsageError(f"{option}: {nearest} takes no files ({error.strerror})") from error
+        raise UsageError(f"{option}: cannot write to {nearest} ({error.strerror})") from error
 
 
 def check_installed(extra: str, *packages: str) -> None:
     """Raise UsageError if some of the `packages`, which ampfuse's `extra` brings, are missing."""
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         names = ", ".join(missing).replace("sklearn", "scikit-learn")
-        raise UsageError(f"{names} missing: pip install 'ampfuse[{extra}]'")
+        raise UsageError(f"{names} not installed: pip install 'ampfuse[{extra}]'")

@@ -19,9 +19,9 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device {name}: give auto, cpu, cuda or cuda:N") from None
+        raise UsageError(f"--device {name}: must be auto, cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name}: ampfuse runs on cpu and cuda")
+        raise UsageError(f"--device {name}: ampfuse only supports cpu and cuda")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise UsageError(f"--device {name}, but torch finds no usable GPU")

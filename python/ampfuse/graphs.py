@@ -156,15 +156,16 @@ def make_graphed_step(
     _check_alone(model)
     if not is_fused(optimizer):
         raise TypeError(
-            f"{type(optimizer).__name__} has no fused step, and only that reads everything it "
-            "needs on the device. Use one of ampfuse.optim, or let amp.initialize change torch's."
+            f"{type(optimizer).__name__} has no fused step, which a captured step needs: it reads "
+            "nothing from the host. Use an optimizer of ampfuse.optim, or let amp.initialize "
+            "convert torch's."
         )
     check("max_grad_norm", max_grad_norm, RULES["max_grad_norm"])
     session = sessions.enabled_of(optimizer)
     if session is not None and session.verbosity >= 2 and session.is_dynamic:
         raise RuntimeError(
             "amp.initialize(verbosity=2) reads the overflow flag on the host after every pass, "
-            "which a captured step cannot. Use verbosity=1; optimizer.last_step tells of overflows."
+            "which a captured step cannot do. Use verbosity=1; optimizer.last_step reports them."
         )
     _check_device(optimizer.param_table().param(0).device)
     return GraphedStep(model, loss_fn, optimizer, sample_batch, max_grad_norm)
@@ -179,15 +180,15 @@ def _check_alone(model: nn.Module) -> None:
         for kind in type(module).__mro__:
             if kind.__name__ in _SPREAD:
                 raise TypeError(
-                    f"the model is in {kind.__name__}, which communicates, and a captured step "
-                    "does not. Run its steps eagerly, or train the bare model in one process."
+                    f"the model is in {kind.__name__}, which communicates, but a captured step "
+                    "cannot. Run its steps eagerly, or train the bare model in one process."
                 )
 
 
 def _check_device(device: torch.device) -> None:
     if device.type != "cuda":
         raise ValueError(
-            f"the optimizer's parameters are on {device}, and CUDA graphs need a CUDA device. Move "
+            f"the optimizer's parameters are on {device}, but CUDA graphs need a CUDA device. Move "
             "the model there before building the optimizer, or run the step eagerly."
         )
 
@@ -204,7 +205,7 @@ class GraphedStep:
         ValueError: a batch of another structure, shape or dtype.
         RuntimeError: what the graph was captured with is no longer so: parameters or buffers with
             other memory, parameter groups or options changed, another schedule, train or eval mode.
-            Nothing has changed then; make the step anew.
+            Nothing has changed then; capture the step again.
     """
 
     def __init__(
@@ -243,9 +244,9 @@ class GraphedStep:
                 self._call.capture(*tensors)
                 if self._attentions != eager:
                     warnings.warn(
-                        f"The captured step computes attention by {_counted(self._attentions)}, "
-                        f"and eager ones by {_counted(eager)}. Models of transformers that build a "
-                        "mask during a capture do that; after ampfuse.nn.fuse(model) they do not.",
+                        f"The captured step computes attention with {_counted(self._attentions)}, "
+                        f"eager steps with {_counted(eager)}. Models of transformers that build a "
+                        "mask during capture cause this; ampfuse.nn.fuse(model) avoids it.",
                         stacklevel=3,
                     )
         finally:
@@ -259,8 +260,8 @@ class GraphedStep:
             what = changed[0]
             what = self._captured.named(what, self._fixed[what], now.get(what))
             raise RuntimeError(
-                f"{what} was changed after the step was captured, which the graph does not "
-                "see. Make the step anew with ampfuse.graphs.make_graphed_step, or undo the change."
+                f"{what} was changed after the step was captured, which the graph does not see. "
+                "Capture it again with ampfuse.graphs.make_graphed_step, or undo the change."
             )
         self._captured.follow_host()
         (loss,) = self._call(*tensors)

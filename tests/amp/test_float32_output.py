@@ -763,7 +763,7 @@ def test_what_cannot_be_walked_is_named_once(make):
 
 
 def test_a_capsule_of_memory_that_is_not_there_is_an_error():
-    with pytest.raises(RuntimeError, match="no FP32 memory to point at"):
+    with pytest.raises(RuntimeError, match="no FP32 memory to point to"):
         torch.utils.dlpack.to_dlpack(initialized()[0](X).detach())
 
 
@@ -794,7 +794,7 @@ def test_an_output_that_its_model_changes_later_is_an_error():
     output = model(X)
     with torch.no_grad():
         kept[0].zero_()
-    with pytest.raises(RuntimeError, match="changed one of its outputs in place"):
+    with pytest.raises(RuntimeError, match="modified one of its outputs in place"):
         output.sum()
 
 

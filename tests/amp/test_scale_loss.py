@@ -203,8 +203,8 @@ REFUSED = {
     ),
     "models generated": (lambda m: ((x for x in [m]), sgd(m)), TypeError, "models .* generator"),
     "no model": (lambda m: (None, sgd(m)), TypeError, "models must be .* NoneType"),
-    "DataParallel": (wrapped, RuntimeError, "wrapped in DataParallel already"),
-    "ScriptModule": (scripted, TypeError, "cannot change a ScriptModule"),
+    "DataParallel": (wrapped, RuntimeError, "already wrapped in DataParallel"),
+    "ScriptModule": (scripted, TypeError, "does not support a ScriptModule"),
     "twice": (lambda m: (m, [sgd(m)] * 2), RuntimeError, "listed twice"),
     "float64": (lambda m: (m.double(), sgd(m)), TypeError, r"'0\.weight' .*float64"),
     "complex": (lambda m: (with_complex(m), sgd(m)), TypeError, "'c' .*complex64"),
@@ -300,7 +300,7 @@ def test_half_models_are_taken_over_exactly_with_a_word(level, dtype):
     model = nn.Linear(4, 4).to(dtype)
     exact = model.weight.detach().float()
     optimizer = sgd(model)
-    with pytest.warns(UserWarning, match="arrived with 2 half-precision"):
+    with pytest.warns(UserWarning, match="already has 2 half-precision"):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert torch.equal(next(amp.master_params(optimizer)), exact)
 

@@ -302,7 +302,7 @@ def test_the_way_to_initialize_again(level, cls):
     training = Training(cls, level)
     training.steps(range(3))
     twin, old = copy.deepcopy(training), training.optimizer
-    message = r"make a new .* model.parameters\(\).*new.load_state_dict\(old.state_dict\(\)\)"
+    message = r"create a new .* model.parameters\(\).*new.load_state_dict\(old.state_dict\(\)\)"
     with pytest.raises(RuntimeError, match=message):
         training.initialize(level)
     scale = amp.state_dict()
@@ -415,6 +415,10 @@ STRANGERS = {
 }  # fmt: skip
 
 
+# Those of them where nothing of the model would be trained, which is an error.
+NONE_TRAINED = {"a copy", "to_empty", "assign", "another model"}
+
+
 @pytest.fixture
 def unfrozen():
     gc.unfreeze()
@@ -432,10 +436,30 @@ def test_an_optimizer_of_parameters_that_no_model_has(case, level, caplog):
         nn.Linear(4, 2),
     )
     models, optimizers, count = STRANGERS[case](model, other, loss)
+    if case in NONE_TRAINED:
+        with pytest.raises(RuntimeError, match=r"SGD has . parameter\(s\) of no model"):
+            amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        return
     amp.initialize(models, optimizers, opt_level=level, verbosity=0)
     assert len(caplog.messages) == count
     for message in caplog.messages:
-        assert "that no model given to amp.initialize has, and no optimizer holds " in message
+        assert "of no model passed to amp.initialize, and " in message
+
+
+def test_two_optimizers_of_one_parameter_are_told(caplog):
+    model = nn.Linear(4, 4)
+    optimizers = [sgd(model), torch.optim.Adam([model.bias])]
+    amp.initialize(model, optimizers, opt_level="O2", verbosity=0)
+    (message,) = caplog.messages
+    assert message.startswith("SGD and Adam both hold bias, and both will update it.")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_model_on_the_meta_device_is_refused(level):
+    model = nn.Linear(4, 4, device="meta")
+    with pytest.raises(RuntimeError, match="'weight' is on the meta device.*Materialize it"):
+        amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
 
 
 @pytest.mark.parametrize(

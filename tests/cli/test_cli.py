@@ -1,9 +1,12 @@
 """The table of commands."""
 
+import os
+import subprocess
 import sys
 
 import pytest
 
+from ampfuse._build_info import VERSION
 from ampfuse.cli import COMMANDS, main
 from programs import python
 
@@ -36,6 +39,19 @@ def test_the_version(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert "ampfuse" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--version"], []], ids=str)
+def test_help_and_version_do_not_import_torch(argv, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "ampfuse", *argv]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == (0 if argv else 2), done.stderr
+    assert "no torch here" not in done.stderr
+    if argv == ["--version"]:
+        assert done.stdout == f"ampfuse {VERSION}\n"
 
 
 @pytest.mark.parametrize("argv", [[], ["nonsense"], ["env", "--nonsense"], ["train"]], ids=str)

@@ -150,15 +150,22 @@ def test_a_wrong_result_is_no_working_step(monkeypatch):
     assert env_probes._steps()["step on cpu"] == "runs, but gives a WRONG RESULT"
 
 
+@pytest.mark.parametrize(("flags", "said"), [({"avx512_bf16"}, "are fast"), ((), "not time")])
+def test_levels_for_the_cpu_are_named(flags, said, monkeypatch):
+    monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset(flags))
+    level = env._system()["CPU levels"]
+    assert level.startswith("O4 and O5 ") and level.endswith(said)
+
+
 BUILT = ["sm_75", "sm_90", "compute_90"]
 # What torch and the extension say, and what the report does.
 GPUS = {
     "ROCm": ({"hip": "7.2.0"}, "NOT USED: .* ROCm 7.2.0, and .* or train on the CPU"),
-    "too old": ({"capability": (6, 0)}, "NOT USED: it is sm_60, .*sm_75 .* compile ampfuse by"),
+    "too old": ({"capability": (6, 0)}, "NOT USED: it is sm_60, .*sm_75.* compile ampfuse with"),
     "an old driver": ({"driver": 12040}, "NOT USED: .* CUDA 12.4.*Update the driver .*580"),
     "built without": ({"archs": []}, "NOT USED: .* was built for CPUs; .*AMPFUSE_CUDA=ON"),
     "before Ampere": ({"capability": (7, 5)}, "runs .*sm_75; BF16 is emulated: use O1 or O2"),
-    "Blackwell": ({"capability": (12, 0)}, "runs ampfuse's compute_90$"),
+    "Blackwell": ({"capability": (12, 0)}, "runs ampfuse's compute_90; use O4 or O5$"),
 }
 NONE = {
     "MPS": ({"other": "mps"}, "torch is built for MPS, and .* or train on the CPU"),

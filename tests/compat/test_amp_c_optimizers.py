@@ -403,7 +403,7 @@ def test_what_does_not_fit(name):
         ("lamb_stage1_cuda", 0, "per_tensor_decay has 3 elements for 4"),
         ("lamb_stage2_cuda", 0, "per_tensor_param_norm has 3 elements for 4"),
         ("lamb_stage2_cuda", 1, "per_tensor_update_norm has 3 elements for 4"),
-        ("novograd", -1, "norm_type is 2, or 0"),
+        ("novograd", -1, "norm_type must be 0"),
     ],
 )
 def test_numbers_that_do_not_fit(name, place, message):

@@ -95,9 +95,9 @@ def test_every_module_is_there_under_both_names():
 )
 def test_imports_of_what_is_left_out_say_so(top, statement, missing, instead):
     compat.install()
-    with pytest.raises(ModuleNotFoundError, match="ampfuse leaves out") as error:
+    with pytest.raises(ModuleNotFoundError, match="ampfuse does not provide") as error:
         exec(statement.format(top))
-    assert str(error.value).startswith(f"ampfuse leaves out apex.{missing}: use ")
+    assert str(error.value).startswith(f"ampfuse does not provide apex.{missing}: use ")
     assert "docs/from_apex.md" in str(error.value)
     assert instead in str(error.value)
     parent, _, last = f"{top}.{missing}".rpartition(".")

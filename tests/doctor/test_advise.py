@@ -141,7 +141,7 @@ def test_o3_that_stands_still_is_objected_to():
     advice = amp.advise(model, loss_function, batch, optimizer, levels=tried, **QUICK)
     row = row_of(advice, "O3")
     assert set(row.stale) >= {"0.weight", "2.weight"}
-    assert "stands still" in row.objection
+    assert "lost to rounding" in row.objection
     assert row_of(advice, "O5").stale == ()  # its masters keep what rounds away
     moving = amp.advise(*training(lr=0.1), levels=["O3"], **QUICK)
     assert row_of(moving, "O3").stale == ()
@@ -153,7 +153,7 @@ def test_a_loss_that_half_precision_changes_is_objected_to():
     advice = amp.advise(*training(model), levels=("O4", "O5"), **QUICK)
     for row in advice.rows[1:]:
         assert row.deviation > row.allowed > 0
-        assert row.objection == "the loss deviates from that of FP32"
+        assert row.objection == "the loss deviates from FP32's"
     assert advice.level == "O0"
 
 
@@ -213,6 +213,19 @@ def test_the_fastest_without_objection_is_recommended(rows, level):
     assert advice.level == level
     assert row_of(advice, "O0").allowed == pytest.approx(0.2)  # between seeds
     assert f"Train at {level}: " in str(advice)
+
+
+def test_few_steps_are_told_and_large_numbers_are_whole():
+    def after(steps, time, level):
+        return Row(level, (300.0,) * steps, (time,) * steps)
+
+    for steps in (5, 16):
+        reference, seed = after(steps, 1050.0, "O0"), after(steps, 1050.0, "O0")
+        rows = [reference, after(steps, 700.0, "O5")]
+        advice = levels.conclude(rows, [seed], 1, "a CPU")
+        assert advice.level == "O5"
+        assert ("Only 5 steps were compared" in advice.reason) is (steps == 5)
+        assert " 1050  1.00x " in str(advice) and "e+" not in str(advice)
 
 
 def test_reasons():
@@ -319,13 +332,13 @@ def refused(kind, words, **changes):
 def test_what_cannot_be_trained_as_a_copy():
     model, _, _, optimizer = training()
     given = {"model": model, "optimizer": optimizer}
-    for part, words in ((model, "uses the original"), (model[:], "no gradient")):
+    for part, words in ((model, "used the original"), (model[:], "no gradient")):
         refused(ValueError, words, loss_function=lambda _, b, part=part: error(part, b), **given)
     model[1].secret = Secret()
     refused(TypeError, "no copies of this", **given)
     del model[1].secret
     amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
-    refused(ValueError, "went through amp.initialize already", **given)
+    refused(ValueError, "already been through amp.initialize", **given)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +359,7 @@ def test_what_cannot_be_trained_as_a_copy():
         ({"batch": iter([])}, ValueError, "no batch"),
         ({"loss_function": lambda m, b: m(b[0])}, TypeError, r"shape \[12, 1\]"),
         ({"loss_function": lambda m, b: 1.0}, TypeError, "it returned a float"),
-        ({"loss_function": lambda m, b: m(b[0]).sum() / 0}, ValueError, "FP32 already"),
+        ({"loss_function": lambda m, b: m(b[0]).sum() / 0}, ValueError, "already fails in FP32"),
         ({"loss_function": lambda m, b: {}["loss"]}, KeyError, "loss"),
         ({"levels": ["O7"]}, ValueError, "Unknown level 'O7'"),
         ({"levels": "O7"}, ValueError, "Unknown level 'O7'"),

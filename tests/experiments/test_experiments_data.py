@@ -84,7 +84,7 @@ def test_files_in_the_true_format(files, loader, tmp_path):
     kind, written = files.partition(",")[0], FILES[files](tmp_path)
     options = {"image_size": OF_A_KIND[kind][-1], "shuffle": False, **BYTES, **loader}
     if kind == "imagenet" and loader["loader"] == "resident":
-        refused("--loader resident: image files are read by", kind=kind, source=tmp_path, **options)
+        refused("--loader resident does not read", kind=kind, source=tmp_path, **options)
         return
     data = open_(kind, tmp_path, augment=kind == "mnist", **options)  # which never is augmented
     # 28 out of 32, as 224 out of 256: of images of 32 pixels the middle is as it is stored.
@@ -479,7 +479,7 @@ def test_damaged_files(kind, name, change, tmp_path):
         data_files.write_cifar(tmp_path, archived=name.endswith("gz"))
     path.write_bytes(change(path.read_bytes()))
     named = path.parent if name.startswith("cifar-10-batches-py") else path
-    said = f"--data {tmp_path}: .*delete what is damaged of .*{named}"
+    said = f"--data {tmp_path}: .*delete these if they are damaged: .*{named}"
     refused(said, kind=kind, source=tmp_path)
 
 
@@ -499,7 +499,7 @@ def test_more_labels_than_images(tmp_path):
 )
 def test_missing_files(kind, said, tmp_path):
     """Of no folder, an empty one, and half a set."""
-    refused(f"{said}.*or give --data digits", kind=kind, source=tmp_path / "new")
+    refused(f"{said}.*or use --data digits", kind=kind, source=tmp_path / "new")
     data_files.write_mnist(tmp_path)
     (tmp_path / data_files.MNIST[1]).unlink()
     data_files.write_cifar(tmp_path)
@@ -508,13 +508,13 @@ def test_missing_files(kind, said, tmp_path):
     (tmp_path / "train" / "n01").mkdir(parents=True)
     Image.new("RGB", (32, 32)).save(tmp_path / "train" / "n01" / "1.png")
     if kind == "imagenet":
-        refused("no images of the classes of train in .*val", kind=kind, source=tmp_path)
+        refused("val has no images of the classes in train", kind=kind, source=tmp_path)
 
 
 def test_a_batch_larger_than_the_set(tmp_path):
     data_files.write_mnist(tmp_path)
     options = {"kind": "mnist", "source": tmp_path}
-    said = "--batch-size 41 is more than the 40 training images: give less"
+    said = "--batch-size 41 is more than the 40 training images: use a"
     refused(said, batch_size=41, **options)
     said = "--batch-size 21 is more than the 20 training images of each of 2 processes"
     refused(said, batch_size=21, world_size=2, **options)

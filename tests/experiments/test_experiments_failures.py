@@ -63,46 +63,46 @@ def refused(capsys, line: str, *said: str) -> str:
 WRONG = {
     "train cifar --device cpu --data digits": {
         "--arm O6": "--arm: invalid choice: 'O6'",
-        "--batch-size 0": "0 is less than 1",
+        "--batch-size 0": "must be at least 1, got 0",
         "--epochs many": "invalid",
-        "--lr 0": "0 is no positive number",
+        "--lr 0": "expected a positive number, got '0'",
         "--loss-scale big": "--loss-scale: invalid scale value: 'big'",
-        "--loss-scale -1": "--loss-scale: -1 is no positive number",
+        "--loss-scale -1": "--loss-scale: expected a positive number, got '-1'",
         "--recipe e4": "invalid choice: 'e4'",
         "--opt-level 02": "invalid choice: '02'",
         "--fsdp": "unrecognized arguments: --fsdp",
-        "--channels-last maybe": "maybe is not True or False",
+        "--channels-last maybe": "must be True or False, got 'maybe'",
         "--bogus": "unrecognized arguments: --bogus",
         "a b": "unrecognized arguments: b",
-        "--arm O1 --mode amp": "--arm and --mode: these name an arm each",
-        "--mode FP16 --opt-level O2": "--mode and --opt-level: these name an arm",
-        "--arm tf32": "TF32 takes a GPU of sm_80",
+        "--arm O1 --mode amp": "--arm and --mode both set the arm",
+        "--mode FP16 --opt-level O2": "--mode and --opt-level both set the arm",
+        "--arm tf32": "TF32 needs a GPU of sm_80",
         "--graph": "--graph: a CUDA graph needs a GPU",
-        "--loss-scale 2 --static-loss-scale 4": "give one of them",
-        "there": "give one data folder",
-        "--epochs 1 --iterations 2": "--epochs and --iterations: these name a length each",
-        "--device gpu": "--device gpu: give auto, cpu, cuda or cuda:N",
+        "--loss-scale 2 --static-loss-scale 4": "--static-loss-scale both set the loss scale",
+        "there": "give only one data folder",
+        "--epochs 1 --iterations 2": "--epochs and --iterations both set the length",
+        "--device gpu": "--device gpu: must be auto, cpu, cuda or cuda:N",
         "--model vgg99": "unknown model 'vgg99': the models are vgg16, wrn28_10, ",
         "--model wrn": "unknown model 'wrn'",
-        "--model wrn11_1": "wrn11_1: the depth is 6n + 4 (10, 16, 22, 28, ...)",
+        "--model wrn11_1": "wrn11_1: the depth must be 6n + 4 (10, 16, 22, ...)",
         "--model wrn4_1": "wrn4_1: the depth",
         "--model wrn10_0": "the width at least 1",
         "-b 5000 --arm fp32": "5000",
     },
-    "train imagenet --device cpu": {"--arm O2": "--data: give a folder, digits or synthetic"},
+    "train imagenet --device cpu": {"--arm O2": "--data is required: a folder, digits or"},
     "train mnist --device cpu": {
         "--data dgits": "--data dgits: no such folder (--download",
         "x": "--data x",
     },
     "demo": {
         "--levels 02": "invalid choice: '02'",
-        "--epochs 0": "argument --epochs: 0 is less than 1",
+        "--epochs 0": "argument --epochs: must be at least 1, got 0",
         "--epochs many": "argument --epochs: invalid",
-        "--batch-size 1": "argument --batch-size: 1 is less than 2",
+        "--batch-size 1": "argument --batch-size: must be at least 2, got 1",
         "--batch-size 2000": "--batch-size 2000 is more than the 1437 training images",
-        "--width 0": "argument --width: 0 is less than 1",
-        "--device gpu": "--device gpu: give auto, cpu, cuda or cuda:N",
-        "--device meta": "--device meta: ampfuse runs on cpu and cuda",
+        "--width 0": "argument --width: must be at least 1, got 0",
+        "--device gpu": "--device gpu: must be auto, cpu, cuda or cuda:N",
+        "--device meta": "--device meta: ampfuse only supports cpu and cuda",
         "--device cuda:99": "--device cuda:99, but",
     },
     "make_plot": {
@@ -124,8 +124,8 @@ WRONG = {
         "": "the following arguments are required: recipe",
         "e6": "invalid choice: 'e6'",
         "e1 --wrong": "unrecognized arguments: --wrong",
-        "e3 --csv old.csv": "results: no results of e3; to measure: ampfuse train cifar",
-        "e3 --no-published": "results: no results of e3; to measure: ampfuse train",
+        "e3 --csv old.csv": "results: no results of e3; to measure them: ampfuse train cifar",
+        "e3 --no-published": "results: no results of e3; to measure them: ampfuse train",
         "e1 --results empty --csv old.csv": "empty: no results of e1; to measure",
         "e1 --csv empty": "empty",
         "e1 --GPU V100": "--GPU V100: no such results; there are T4",
@@ -154,9 +154,9 @@ def test_wrong_use_is_one_line_and_changes_nothing(command, options, capsys):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("train cifar --data digits", "timm, tqdm, scikit-learn missing: {}experiments]'"),
-        ("make_plot", "matplotlib missing: {}experiments]'"),
-        ("demo", "scikit-learn, matplotlib, tqdm missing: {}demo]'"),
+        ("train cifar --data digits", "timm, tqdm, scikit-learn not installed: {}experiments]'"),
+        ("make_plot", "matplotlib not installed: {}experiments]'"),
+        ("demo", "scikit-learn, matplotlib, tqdm not installed: {}demo]'"),
     ],
 )
 def test_without_the_extra_one_line_names_it(line, said, monkeypatch, capsys):
@@ -170,7 +170,7 @@ def test_without_the_extra_one_line_names_it(line, said, monkeypatch, capsys):
     [
         ("file", "file is not a folder"),
         ("file/below", "file is not a folder"),
-        ("/proc/none", "/proc takes no files (No such file or directory)"),
+        ("/proc/none", "cannot write to /proc (No such file or directory)"),
         ("x" * 300, "File name too long"),
     ],
     ids=["file", "below a file", "proc", "long name"],
@@ -234,7 +234,7 @@ def changed(part: str, **values):
     return lambda whole: {**whole, part: {**whole[part], **values}}
 
 
-DAMAGED = "other.pt is damaged, or no checkpoint of this version"
+DAMAGED = "other.pt is damaged or not a checkpoint of this version"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
@@ -251,7 +251,7 @@ def test_a_checkpoint_that_was_cut_off(share, saved, capsys):
         (lambda whole: torch.nn.Linear(2, 2), DAMAGED),  # not of plain data
         (lambda whole: {**whole, "format": 1}, DAMAGED),
         (changed("record", new=1), DAMAGED),
-        (changed("settings", model="vgg16"), "another run (model 'vgg16' then and 'mlp' now)"),
+        (changed("settings", model="vgg16"), "another run (model was 'vgg16', is now 'mlp')"),
         (changed("model", **{"1.weight": torch.zeros(2)}), "1.weight"),
         (changed("model", more=torch.zeros(2)), '"more"'),
         (lambda whole: {**whole, "model": {}}, '"1.weight"'),

@@ -147,7 +147,7 @@ def test_an_unreadable_file_is_named(change, folder, tmp_path, capsys):
         words = ["e1"] if command is make_table else ["--output", str(tmp_path / "figures")]
         assert command.main([*words, "--results", str(folder.path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "bad.json is damaged, or no result file of this version" in line
+        assert "bad.json is damaged or not a result file of this version" in line
 
 
 def test_frame_has_the_rows(folder):

@@ -194,18 +194,36 @@ def test_an_interrupted_command_says_what_is_there(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(Run, "train", interrupted)
     assert mlp.main(line) == 130
     printed = capsys.readouterr()
-    assert "Interrupted; the runs that were finished have their results" in printed.err
+    assert "Interrupted; finished runs have saved their results" in printed.err
     (result,) = tmp_path.rglob("*.json")
     assert json.loads(result.read_text())["method"] == "O5"
     # It prints the line that goes on, from the checkpoint of the last run that has one.
     monkeypatch.setattr(Run, "train", train)
     again = shlex.split(
-        re.search(r"To go on: python -m ampfuse.experiments.mlp (.+)", printed.out)[1]
+        re.search(r"To continue: python -m ampfuse.experiments.mlp (.+)", printed.out)[1]
     )
     assert again[:-2] == line
     assert mlp.main(again) == 0
     methods = [json.loads(path.read_text())["method"] for path in tmp_path.rglob("*.json")]
     assert sorted(methods) == ["O5", "fp32"]
+
+
+def test_an_interrupted_command_without_checkpoints_names_them(tmp_path, capsys, monkeypatch):
+    def interrupted(run: Run) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "train", interrupted)
+    line = ["--data", "digits", "--arm", "fp32", "--iterations", "2", "-o", str(tmp_path)]
+    assert mlp.main(line) == 130
+    assert "With --checkpoints, an interrupted run can be continued." in capsys.readouterr().out
+
+
+def test_repeats_are_numbered(tmp_path, capsys):
+    line = ["--data", "digits", "-b", "64", "--image-size", "16", "--arm", "fp32", "--repeats"]
+    assert mlp.main([*line, "2", "--iterations", "1", "-o", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "mlp fp32 batch 64, 1 of 2: " in printed
+    assert "mlp fp32 batch 64, 2 of 2: " in printed
 
 
 class TestDivergence:

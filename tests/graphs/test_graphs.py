@@ -673,7 +673,7 @@ def test_models_of_several_processes_are_refused(spread):
 
 
 def test_there_are_no_graphs_on_a_cpu():
-    with pytest.raises(ValueError, match="parameters are on cpu, and CUDA graphs need"):
+    with pytest.raises(ValueError, match="parameters are on cpu, but CUDA graphs need"):
         refused()
 
 
@@ -723,7 +723,7 @@ def test_other_attention_in_the_capture_is_warned_of(captured, stand_in):
     said = [str(one.message) for one in found if "attention" in str(one.message)]
     assert len(said) == (captured == "math")
     assert all(
-        "attention by no fused kernel, and eager ones by 1 x ScaledDotProduct" in one
+        "attention with no fused kernel, eager steps with 1 x ScaledDotProduct" in one
         for one in said
     )
 
@@ -776,7 +776,7 @@ def test_changes_that_need_a_new_capture_are_refused(name, stand_in):
     step(*sample("cpu"))
     change(training.model, training.optimizer)
     weights = copy.deepcopy(training.model.state_dict())
-    with pytest.raises(RuntimeError, match=text + r"(.|\n)*Make the step anew"):
+    with pytest.raises(RuntimeError, match=text + r"(.|\n)*Capture it again"):
         step(*sample("cpu"))
     assert_same_bits(dict(training.model.state_dict()), dict(weights))
     assert stand_in.replays == 1

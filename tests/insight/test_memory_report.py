@@ -209,9 +209,9 @@ def test_sizes_and_table():
             TypeError,
             "before the model ran: .*lambda model, batch: ",
         ),
-        ({"model": nn.Linear(2, 2)}, ValueError, "7 of the 7 tensors .* are no parameters"),
-        ({"budget": "16XB"}, ValueError, "budget is '16XB'; give \"16GB\""),
-        ({"budget": 0}, ValueError, "budget is 0"),
+        ({"model": nn.Linear(2, 2)}, ValueError, "7 of the 7 tensors .* are not parameters"),
+        ({"budget": "16XB"}, ValueError, "budget must be a number of bytes .*, got '16XB'"),
+        ({"budget": 0}, ValueError, "budget must be .* got 0"),
         ({"batch": torch.zeros(3, 5)}, RuntimeError, "shapes cannot be multiplied"),
     ],
 )

@@ -230,7 +230,7 @@ def test_report():
     assert report[-2].startswith("- zero gradient: ")
     assert report[-1] == "  every element zero since step 1: layer2"
     empty = ampfuse.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)
-    assert "nothing yet" in empty.meter.report()
+    assert "no readings yet" in empty.meter.report()
 
 
 @pytest.mark.parametrize("known", ["by nobody", "by the optimizer", "by amp.initialize"])
@@ -264,7 +264,7 @@ def test_changed_weights_of_a_permuted_parameter():
     param.grad[1, 2, 3, 4] = param.grad[0, 1, 0, 2] = 1
     optimizer.step()
     assert torch.equal(optimizer.meter.changed("conv"), param.grad != 0)
-    with pytest.raises(KeyError, match="'other'; there are conv"):
+    with pytest.raises(KeyError, match="'other'; the parameters are conv"):
         optimizer.meter.changed("other")
 
 
@@ -278,5 +278,5 @@ def test_wrong_use_is_refused():
     model = nn.Linear(2, 2)
     foreign = torch.optim.RMSprop(model.parameters())
     model, foreign = amp.initialize(model, foreign, opt_level="O2", verbosity=0)
-    with pytest.raises(TypeError, match="RMSprop has a step of its own"):
+    with pytest.raises(TypeError, match="RMSprop has a custom step"):
         foreign.meter(every=10)

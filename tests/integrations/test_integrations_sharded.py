@@ -146,7 +146,7 @@ def fabrics(folder):
         made.load(path, parts)
         assert steps(made, model, optimizer, BATCHES[4:]) == expected[4:], level
     model = net()
-    with pytest.raises(ValueError, match=r"First model = fabric\.setup_module"):
+    with pytest.raises(ValueError, match=r"Call model = fabric\.setup_module"):
         plugin.setup(made, model, adamw(model))
 
 
@@ -164,7 +164,7 @@ def accelerate(_):
         model = net()
         optimizer = ampfuse.optim.AdamW(model.parameters(), lr=1e-2)
         if shards:
-            with pytest.raises(ValueError, match="Under FSDP2 leave the level out"):
+            with pytest.raises(ValueError, match="With FSDP2 do not use a level"):
                 initialize(accelerator, model, optimizer, "O1")
         model, optimizer = accelerator.prepare(model, optimizer)
         losses.append([])

@@ -285,28 +285,28 @@ class Overridden(nn.BatchNorm2d):
 
 
 LEFT = {
-    "branches": (lambda self, x: self.norm(x) if x.sum() > -1e9 else x, "no graph"),
-    "stores": (lambda self, x: setattr(self, "kept", x) or self.norm(x), "no graph"),
+    "branches": (lambda self, x: self.norm(x) if x.sum() > -1e9 else x, "cannot be traced"),
+    "stores": (lambda self, x: setattr(self, "kept", x) or self.norm(x), "cannot be traced"),
     "counts": (
         lambda self, x: setattr(self, "count", self.count + 1) or self.norm(x),
         "sets self.count",
         {"count": 0},
     ),
     "draws": (lambda self, x: self.norm(x) if random.random() < 2 else x, "draws random numbers"),
-    "constant": (lambda self, x: self.norm(x) * torch.ones(2).sum(), "computes ones of none"),
-    "no_grad": (without_gradients, "no graph"),
+    "constant": (lambda self, x: self.norm(x) * torch.ones(2).sum(), "computes ones from none"),
+    "no_grad": (without_gradients, "cannot be traced"),
     "autocast": (under_autocast, "gradient mode or autocast"),
     "type": (
         lambda self, x: self.norm(x) if isinstance(self.conv(x), torch.Tensor) else x,
-        "asks for the type",
+        "checks the type",
     ),
-    "subclass": (plain, "Overridden has no fused form", {"norm": Overridden(4)}),
+    "subclass": (plain, "Overridden has no fused version", {"norm": Overridden(4)}),
     "one dimension": (
         lambda self, x: self.norm(x.flatten(2)),
-        "BatchNorm1d has no fused form",
+        "BatchNorm1d has no fused version",
         {"norm": nn.BatchNorm1d(4)},
     ),
-    "instance": (plain, "has a forward of its own", {"forward": lambda x: x * 1}),
+    "instance": (plain, "has a custom forward", {"forward": lambda x: x * 1}),
 }
 
 

@@ -166,7 +166,7 @@ def test_parts(parts, fused):
     assert passes(model, x, op="activation")[1] == ("activations" in parts)
     for wrong in (["norm"], "norms"):
         with pytest.raises(
-            ValueError, match=r'parts is .*; it has to list .*, as \["norms"\] does'
+            ValueError, match=r'parts must list .*, such as \["norms"\], got '
         ):
             fuse(model, wrong)
 

@@ -167,7 +167,7 @@ def test_a_split_gives_views_whose_gradient_is_copied_once():
     exact = packed.detach()[:, :2].double().requires_grad_()
     assert torch.autograd.gradgradcheck(lambda x: [p.sin() for p in split_qkv(x, 4)], exact)
     for wrong in (packed[..., :-1], packed[0, 0]):
-        with pytest.raises(ValueError, match=r"has to be \(..., tokens, 12 \* width\); it is"):
+        with pytest.raises(ValueError, match=r"must have shape \(..., tokens, 12 \* width\), got"):
             split_qkv(wrong, heads=4)
 
 
@@ -191,7 +191,7 @@ def test_a_convolution_of_patches(dtype, error, form, of_weight):
             torch.testing.assert_close(a.double(), b, rtol=error, atol=error * b.abs().max().item())
     assert torch.autograd.gradgradcheck(patch_conv2d, [t[:1] for t in exactly[:2]])
     for wrong in (x[:, :2], x[0], x[:, :, :3]):
-        with pytest.raises(ValueError, match="has no patches of weight"):
+        with pytest.raises(ValueError, match="does not fit x"):
             patch_conv2d(wrong, weight)
 
 

@@ -364,11 +364,11 @@ def damages(optimizer):
         may_lack = set() if algorithm.uses_count else {"step"}
         may_lack |= set(algorithm.states) if algorithm.starts_at_gradient else set()
         if key not in ("master_param", "ema", *may_lack):
-            yield damaged(key, None), f"{key} for .* is missing in the state dict; there are "
+            yield damaged(key, None), f"{key} for .* is missing in the state dict, which has "
     for key in ("state", "param_groups"):
         saved = copy.deepcopy(optimizer.state_dict())
         del saved[key]
-        yield saved, f"the state dict has no '{key}', but "
+        yield saved, f"the state dict has no '{key}'; its keys are "
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["params"].pop()
     yield saved, "doesn't match the size"
@@ -446,7 +446,7 @@ def test_the_state_of_another_optimizer(kind, saved, how):
     optimizer, other = trained(kind, how), trained(saved, "alone")
     if {kind, saved} <= {"adam-all", "adamw"} or (kind, saved) in AS_IF_OWN:
         return
-    of_each = rf"is of .*{type(other).__name__}.* which {type(optimizer).__name__} does not use"
+    of_each = rf"is from .*{type(other).__name__}.* which {type(optimizer).__name__} does not use"
     with refused(optimizer, rf"({of_each}|is missing in the state dict).*Nothing was loaded"):
         optimizer.load_state_dict(other.state_dict())
     train(optimizer)

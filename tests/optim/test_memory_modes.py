@@ -270,7 +270,7 @@ def test_a_step_of_its_own_takes_no_split_masters(around):
         lambda: amp.initialize(model, optimizer, opt_level="O5", master_weights="split"),
         lambda: optim.upgrade(optimizer, master_weights="split"),
     ):
-        with pytest.raises(TypeError, match=r"master_weights='split'.*RMSprop.*Use one of"):
+        with pytest.raises(TypeError, match=r"master_weights='split'.*RMSprop.*Use an optim"):
             refused()
         assert (model.weight.dtype, type(inner)) == (f32, torch.optim.RMSprop)
         assert inner.__dict__ == before

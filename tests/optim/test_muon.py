@@ -431,7 +431,7 @@ def test_groups_by_name_and_names_that_are_not_there():
     assert of["attention.proj.weight"]["algorithm"] == "adamw"
     assert of["head.weight"]["split"] == [30, 20]
     for wrong in ({"heads": ["lm_head"]}, {"split": {"kv": 2}}):
-        with pytest.raises(ValueError, match="the model has nothing of that name"):
+        with pytest.raises(ValueError, match="nothing in the model has that name"):
             optim.muon_groups(model, **wrong)
 
 

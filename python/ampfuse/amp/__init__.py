@@ -183,17 +183,21 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None =
         return
     if not isinstance(state_dict, Mapping):
         raise RuntimeError(
-            f"amp.load_state_dict needs what amp.state_dict() gave, not {state_dict!r}."
+            "amp.load_state_dict needs the dict that amp.state_dict() returned, got "
+            f"{type(state_dict).__name__}."
         )
     for key, state in state_dict.items():
         if not str(key).startswith("loss_scaler"):
-            raise RuntimeError(f"{key!r} is not a loss scaler, so this is not the state of amp.")
+            raise RuntimeError(
+                f"Unexpected key {key!r}: the state that amp.state_dict() returns has only keys "
+                "such as 'loss_scaler0'."
+            )
         LossScaler.check_state(state, key)
     scalers = {f"loss_scaler{i}": scaler for i, scaler in enumerate(session.loss_scalers)}
     if scalers.keys() != state_dict.keys():
         warnings.warn(
-            f"The amp state holds {sorted(state_dict)}, but amp.initialize made {list(scalers)}: "
-            "those in both are restored.",
+            f"The amp state has {sorted(state_dict)}, but amp.initialize created {list(scalers)}: "
+            "only those in both are restored.",
             stacklevel=2,
         )
     for key, scaler in scalers.items():

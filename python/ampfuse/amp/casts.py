@@ -58,13 +58,13 @@ def check_can_install(model: nn.Module) -> None:
     model = eager_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
-            "amp.initialize cannot change a ScriptModule. Call it on the original module, and "
-            "script or compile what it returns."
+            "amp.initialize does not support a ScriptModule. Call it on the original module, then "
+            "use torch.compile or torch.jit.trace on what it returns."
         )
     if is_proxy(model):
         raise TypeError(
-            f"A {type(model).__name__} is a proxy, and the first of its modules() is not a module. "
-            "Call amp.initialize on the module inside it."
+            f"{type(model).__name__} is a proxy whose modules() does not start with an nn.Module. "
+            "Call amp.initialize on the module that it wraps."
         )
 
 
@@ -263,9 +263,9 @@ def warn_of_range(model: nn.Module, policy: Policy) -> None:
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         warnings.warn(
-            f"float16 ends at 65504, and the cast of {policy.opt_level} makes inf of the largest "
-            f"values in {', '.join(lost[:3])}{more}. Use O5 or O4, whose BF16 has FP32's range, or "
-            "bring the weights into range before amp.initialize.",
+            f"{policy.opt_level} casts weights to float16, whose largest number is 65504, so the "
+            f"largest values become inf in {', '.join(lost[:3])}{more}. Use O5 or O4, whose BF16 "
+            "has FP32's range, or rescale these weights before amp.initialize.",
             stacklevel=4,
         )
 
@@ -340,10 +340,10 @@ def _warn_if_written(module: nn.Module, weight: Tensor) -> None:
     copy, version = _latest_copy.pop(module, (None, -1))
     if copy is not None and copy._version > 0 and weight._version == version:
         warnings.warn(
-            f"What was written into the state_dict() of this {type(module).__name__} is lost: the "
-            "model is half, and its state dict holds FP32 copies. A moving average of an "
-            "initialized model (timm's ModelEmaV3) never changes: use ema_decay= of the "
-            "optimizer and swap_ema(), or make the average before amp.initialize. Otherwise call "
-            "load_state_dict with what you wrote.",
+            f"Writing into the state_dict() of this {type(module).__name__} has no effect: it "
+            "holds FP32 copies of the half-precision weights. A moving average of an initialized "
+            "model (timm's ModelEmaV3) therefore never changes: use the optimizer's ema_decay= and "
+            "swap_ema(), or create the average before amp.initialize. Otherwise pass the changed "
+            "state dict to load_state_dict.",
             stacklevel=2,
         )

@@ -59,9 +59,9 @@ class _Memory:
     def checked_half(self) -> Tensor | None:
         if _version(self.half) != self.version:
             raise RuntimeError(
-                "The model changed one of its outputs in place after it had returned it, before "
-                "the output was read. Return a clone() of it, or pass "
-                "cast_model_outputs=torch.float32 to amp.initialize."
+                "The model modified one of its outputs in place after returning it and before it "
+                "was read. Return a clone() of it, or pass cast_model_outputs=torch.float32 to "
+                "amp.initialize."
             )
         return self.half
 
@@ -94,8 +94,8 @@ def _version(half: Tensor | None) -> int:
 
 _refuse_access = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _NO_MEMORY = (
-    "A model's output that holds half data has no FP32 memory to point at. Give "
-    "output.as_subclass(torch.Tensor), or pass cast_model_outputs=torch.float32 to amp.initialize."
+    "This model output holds half-precision data, so it has no FP32 memory to point to. Pass "
+    "output.as_subclass(torch.Tensor), or cast_model_outputs=torch.float32 to amp.initialize."
 )
 
 
@@ -330,7 +330,8 @@ def _change_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     """``unsqueeze_`` and the like change the tensor's shape and strides, not its memory."""
     if func in (aten.resize_.default, aten.resize_as_.default) or func.name() == "aten::set_":
         raise RuntimeError(
-            f"{func} of a model's output: call it on output.as_subclass(Tensor).clone()"
+            f"{func} is not supported on a model's output: call it on "
+            "output.as_subclass(torch.Tensor).clone()."
         )
     include = torch._C._meta_in_tls_dispatch_include()
     torch._C._set_meta_in_tls_dispatch_include(True)

@@ -122,7 +122,7 @@ def registered_for_now() -> Iterator[None]:
 def _register(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:
     if not hasattr(module, name):
         where = getattr(module, "__name__", repr(module))
-        raise ValueError(f"{where} has no function {name!r} that could be registered.")
+        raise ValueError(f"{where} has no function {name!r} to register.")
     _pending.append((module, name, decorate))
 
 

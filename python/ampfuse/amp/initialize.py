@@ -110,7 +110,8 @@ def initialize(
 
     Raises:
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
-            DistributedDataParallel; an optimizer that is initialized already; trainable half
+            DistributedDataParallel; an optimizer that is initialized already, or optimizers that
+            hold no parameter of the models; parameters on the meta device; trainable half
             parameters at a level that expects FP32 ones.
         TypeError: `models` or `optimizers` are something else; parameters of a type that the
             optimizers do not support (float64, complex).
@@ -201,7 +202,8 @@ def set_up(
         _check_optimizer(optimizer, policy, names)
     if verbosity >= 1:
         _log.info("%s", policy)
-    _warn_of_strangers(model_list, optimizer_list, names)
+    _check_strangers(model_list, optimizer_list, names)
+    _warn_of_shared(optimizer_list, names)
     for model in model_list if policy.weights_type is torch.float16 else ():
         warn_of_range(model, policy)
 
@@ -276,9 +278,9 @@ def _check_model(model: nn.Module) -> None:
     wrapper = eager_module(model)
     if isinstance(wrapper, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise RuntimeError(
-            f"The model is wrapped in {type(wrapper).__name__} already. Call amp.initialize on "
-            "the bare model, then wrap what it returns: the wrapper has to see the weights in "
-            "their final type."
+            f"The model is already wrapped in {type(wrapper).__name__}. Call amp.initialize on "
+            "the bare model, then wrap what it returns: the wrapper must see the weights in their "
+            "final dtype."
         )
     check_can_install(model)
 
@@ -300,12 +302,12 @@ def _check_half_parameters(models: list[nn.Module], policy: Policy, allow: bool)
             f"Parameter {name!r} is {kind}, but {policy.opt_level} trains FP32 parameters: the "
             "optimizer would step it in half precision and lose small updates. Call model.float() "
             "before making the optimizer, or use O2 (float16) or O5 (bfloat16), or freeze it "
-            "(requires_grad_(False)); allow_incoming_model_not_fp32=True accepts it as it is."
+            "(requires_grad_(False)); allow_incoming_model_not_fp32=True accepts it unchanged."
         )
     warnings.warn(
-        f"The model arrived with {len(half)} half-precision parameter(s), the first being {name!r} "
-        f"({kind}). They are taken over exactly, but digits lost when they were rounded stay lost: "
-        "where the weights exist in FP32, load them in FP32 and let amp.initialize cast.",
+        f"The model already has {len(half)} half-precision parameter(s), the first being {name!r} "
+        f"({kind}). Their masters start as exact copies, without the digits lost in the earlier "
+        "cast: if you have the weights in FP32, load those and let amp.initialize cast them.",
         stacklevel=4,
     )
 
@@ -314,36 +316,41 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
     kind = type(optimizer).__name__
     if sessions.enabled_of(optimizer) is not None:
         raise RuntimeError(
-            f"This {kind} went through amp.initialize already. To "
-            "initialize the model again, make a new optimizer from model.parameters(), call "
-            "amp.initialize with it, then new.load_state_dict(old.state_dict()): moments and "
-            "masters go along. So does the loss scale with amp.state_dict() before and "
-            "amp.load_state_dict() after."
+            f"This {kind} has already been through amp.initialize. To initialize the model again, "
+            "create a new optimizer from model.parameters(), pass it to amp.initialize, then call "
+            "new.load_state_dict(old.state_dict()), which keeps moments and masters. To keep the "
+            "loss scale, call amp.state_dict() before and amp.load_state_dict() after."
         )
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             place = f"param_groups[{g}]['params'][{i}]"
             name, dtype = names.get(id(parameter), place), parameter.dtype
+            if parameter.is_meta:
+                raise RuntimeError(
+                    f"Parameter {name!r} is on the meta device, so it has no values to train. "
+                    "Materialize it (model.to_empty(device=...), then load or initialize it) and "
+                    "create the optimizer before amp.initialize."
+                )
             if id(parameter) in names and dtype.is_floating_point:
                 dtype = policy.weights_type or dtype
             if dtype not in FLOAT_DTYPES:
                 raise TypeError(
-                    f"Parameter {name!r} would be stepped in {dtype}. "
-                    "amp's optimizers take float32, float16 and bfloat16 parameters: cast the "
-                    "model (model.float()), or keep this parameter in an optimizer of its own "
-                    "that does not go through amp.initialize."
+                    f"Parameter {name!r} would be updated in {dtype}, but amp only supports "
+                    "float32, float16 and bfloat16 parameters. Cast the model (model.float()), or "
+                    "put this parameter into a separate optimizer that does not go through "
+                    "amp.initialize."
                 )
 
 
-def _warn_of_strangers(
+def _check_strangers(
     models: list[nn.Module], optimizers: list[Optimizer], names: dict[int, str]
 ) -> None:
-    """Warn of parameters in an optimizer that are most likely former ones of a model.
+    """Look for parameters in an optimizer that are most likely former ones of a model.
 
-    This needs parameters of the models that are in no optimizer. Then it warns of an optimizer that
-    has none of theirs, if no optimizer has any or its own have the shapes of a model's; or that has
-    some which no module or variable holds any more. Other parameters may be of a loss, or of a
-    model that amp was not given.
+    This needs parameters of the models that are in no optimizer. If all of them are, that is a
+    RuntimeError. Otherwise it warns of an optimizer that has none, if its own have the shapes of a
+    model's; or that has some which no module or variable holds any more. Other parameters may be of
+    a loss, or of a model that amp was not given.
     """
     held = [[p for one in with_wrapped(each) for p in parameters(one)] for each in optimizers]
     stepped = {id(param) for params in held for param in params}
@@ -351,25 +358,43 @@ def _warn_of_strangers(
     left_out = [p for listed in own for p in listed if p.requires_grad and id(p) not in stepped]
     if not left_out:
         return
+    is_none_trained = stepped.isdisjoint(names)
     shapes = [[p.shape for p in listed] for listed in own if stepped.isdisjoint(map(id, listed))]
     for optimizer, params in zip(optimizers, held, strict=True):
         strangers = [param for param in params if id(param) not in names]
         is_other = len(strangers) == len(params) > 0 and (
-            stepped.isdisjoint(names) or [p.shape for p in parameters(optimizer)] in shapes
+            is_none_trained or [p.shape for p in parameters(optimizer)] in shapes
         )
         if is_other or _some_is_forgotten(strangers):
-            _log.warning(
-                "%s holds %d parameter(s) that no model given to amp.initialize has, and no "
-                "optimizer holds %r (%d such in all), which stays as it is. Was the optimizer made "
-                "before a copy, or before a change that replaced parameters (weight_norm, "
-                "to_empty, load_state_dict(assign=True), fully_shard, a new layer)? Make it from "
-                "model.parameters() just before amp.initialize. If that is meant, freeze what is "
-                "not trained: requires_grad_(False).",
-                type(optimizer).__name__,
-                len(strangers),
-                names[id(left_out[0])],
-                len(left_out),
+            message = (
+                f"{type(optimizer).__name__} has {len(strangers)} parameter(s) of no model passed "
+                f"to amp.initialize, and {names[id(left_out[0])]!r} ({len(left_out)} such in all) "
+                "is in no optimizer, so it would not be trained. Was the optimizer created before "
+                "the model was copied, or before its parameters were replaced (weight_norm, "
+                "to_empty, load_state_dict(assign=True), fully_shard, a new layer)? Create it from "
+                "model.parameters() just before amp.initialize. If this is intended, freeze what "
+                "is not trained: requires_grad_(False)."
             )
+            if is_none_trained:
+                raise RuntimeError(message)
+            _log.warning(message)
+
+
+def _warn_of_shared(optimizers: list[Optimizer], names: dict[int, str]) -> None:
+    """Warn of a parameter that two optimizers hold: each of them may make a master of it."""
+    holders: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in parameters(optimizer):
+            other = holders.setdefault(id(parameter), optimizer)
+            if other is not optimizer:
+                _log.warning(
+                    "%s and %s both hold %s, and both will update it. Pass each parameter to one "
+                    "optimizer.",
+                    type(other).__name__,
+                    type(optimizer).__name__,
+                    names.get(id(parameter), "a parameter"),
+                )
+                return
 
 
 def _some_is_forgotten(params: list[Tensor]) -> bool:
@@ -397,8 +422,9 @@ def _trains_with_others() -> bool:
         return False
     _log.log(
         logging.INFO if is_sure or "TORCHELASTIC_RUN_ID" in os.environ else logging.WARNING,
-        "Masters start from the rounded weights, which DistributedDataParallel broadcasts: %s says "
-        "that %s processes train. A single process starts from the FP32 weights: results differ.",
+        "Masters start from the rounded weights, which DistributedDataParallel broadcasts, because "
+        "%s says that %s processes train. In a single process they start from the FP32 weights, so "
+        "results differ.",
         "the process group" if is_sure else "WORLD_SIZE in the environment",
         size,
     )

@@ -170,7 +170,7 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
     if policy.master_weights == "split" and policy.weights_type == torch.float32:
         raise RuntimeError(
             f"master_weights='split' contradicts {opt_level}, which keeps FP32 weights: only "
-            "half ones are split. Leave it out, or use O2 (float16) or O5 (bfloat16)."
+            "half-precision weights are split. Leave it out, or use O2 (float16) or O5 (bfloat16)."
         )
     return policy
 

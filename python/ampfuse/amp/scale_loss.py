@@ -1,8 +1,8 @@
 """``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()``.
 
 Around one backward pass: on entry every optimizer sets aside the gradients it already has and the
-loss is multiplied by the scale; on exit the new gradients are unscaled where someone could look at
-them and inspected, and the scale adapts. All of it is enqueued on the device; nothing waits.
+loss is multiplied by the scale; on exit the new gradients are unscaled where they may be read,
+and inspected, and the scale adapts. All of it is enqueued on the device; nothing waits.
 """
 
 from __future__ import annotations
@@ -87,17 +87,17 @@ def scale_loss(
         yield loss
         return
     if not isinstance(loss, Tensor):
-        raise TypeError(f"The loss must be a tensor to scale it, not {type(loss).__name__}.")
+        raise TypeError(f"loss must be a tensor, not {type(loss).__name__}.")
     if not 0 <= loss_id < len(session.loss_scalers):
         raise IndexError(
-            f"loss_id={loss_id}, but initialize made {len(session.loss_scalers)} loss scaler(s). "
-            "Pass num_losses to amp.initialize; ids count from 0."
+            f"loss_id={loss_id}, but amp.initialize created {len(session.loss_scalers)} loss "
+            "scaler(s). Pass num_losses to amp.initialize; ids count from 0."
         )
     optimizers = list[Any](each for each in optimizers if not is_empty(each))
     if any(optimizer.in_backward for optimizer in optimizers):
         raise RuntimeError(
             "amp.scale_loss blocks of one optimizer cannot be nested: leave the first block, "
-            "then enter the second. Their gradients add up."
+            "then enter the second. Their gradients accumulate."
         )
     has_cast = cast_state.forward_ran or cast_state.thread.left_on
     if session.policy.autocast_type is not None and loss.requires_grad and not has_cast:
@@ -120,7 +120,7 @@ def scale_loss(
     # apex's message: for it the host waits for the device.
     if session.verbosity >= 2 and scaler.dynamic and any(o.found_inf_flag for o in optimizers):
         _log.warning(
-            "Gradient overflow. Skipping step; loss scale %d is now %g.",
+            "Gradient overflow. Skipping step; loss scale %d is now %.10g.",
             loss_id,
             scaler.loss_scale(),
         )
@@ -181,8 +181,8 @@ def scaled_pass(
         watch.is_over = True
     if left and scaled.requires_grad and not watch.was_used:
         warnings.warn(
-            "The gradients of this scale_loss block did not come from the scaled loss, and are "
-            "divided by the loss scale all the same. Call backward() of what scale_loss yields: "
+            "The gradients of this scale_loss block did not come from the scaled loss, but are "
+            "divided by the loss scale all the same. Call backward() on the loss it yields: "
             "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
             stacklevel=5,
         )
@@ -204,8 +204,8 @@ class _Watch:
         self.was_used = True
         if self.is_over:
             raise RuntimeError(
-                "backward() of a scaled loss after its scale_loss block, where nothing would "
-                "unscale the gradients. Call scaled_loss.backward() inside the with block."
+                "backward() was called on a scaled loss after its scale_loss block, where the "
+                "gradients would stay scaled. Call scaled_loss.backward() inside the with block."
             )
 
 
@@ -213,9 +213,8 @@ def _warn_of_missing_casts(level: str) -> None:
     """Once: what was computed outside every ``forward`` was not cast."""
     cast_state.note_forward()
     warnings.warn(
-        f"{level} casts inside the forward() of the models that amp.initialize was given, and none "
-        "of them has run since: this loss was computed without casts. If your loop calls "
-        "submodules or other methods (training_step, loss), call amp.cast_everywhere() after "
-        "amp.initialize.",
+        f"{level} casts inside the forward() of the models passed to amp.initialize, and none of "
+        "them has run since: this loss was computed without casts. If your loop calls submodules "
+        "or other methods (training_step, loss), call amp.cast_everywhere() after amp.initialize.",
         stacklevel=4,
     )

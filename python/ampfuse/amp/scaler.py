@@ -184,7 +184,7 @@ class LossScaler:
     def check_state(state: Any, name: str = "the loss scaler") -> None:
         """Raise RuntimeError if `state` is not a scaler's, and ValueError if it is damaged."""
         if not (isinstance(state, Mapping) and {"loss_scale", "unskipped"} <= state.keys()):
-            raise RuntimeError(f"{name} needs 'loss_scale' and 'unskipped'; it is {state!r}.")
+            raise RuntimeError(f"{name} must have 'loss_scale' and 'unskipped'; it is {state!r}.")
         check(f"loss_scale of {name}", state["loss_scale"], POSITIVE)
         for key in ("unskipped", "hysteresis_left"):
             check(f"{key} of {name}", state.get(key, 0), COUNT)

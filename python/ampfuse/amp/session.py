@@ -111,8 +111,8 @@ def of_optimizers(optimizers: Sequence[Optimizer]) -> Session:
     if len({(session.enabled, session.is_dynamic) for session in sessions}) > 1:
         raise RuntimeError(
             "These optimizers come from different amp.initialize calls, some with dynamic and "
-            "some with static loss scaling or with amp off. An overflow would have to skip "
-            "some of their steps only. Initialize them in one call: "
+            "some with static loss scaling or with amp off. An overflow would skip only some of "
+            "their steps. Initialize them in one call: "
             "amp.initialize([model_a, model_b], [optimizer_a, optimizer_b])."
         )
     return sessions[0]
@@ -129,5 +129,5 @@ def _of(optimizer: Optimizer) -> Session:
         raise RuntimeError("Call amp.initialize(model, optimizer) before amp.scale_loss.")
     raise RuntimeError(
         f"This {type(optimizer).__name__} did not go through amp.initialize. Pass every optimizer "
-        "that steps on the model there, and use the ones it returns."
+        "of the model to it, and use the ones it returns."
     )

@@ -1,4 +1,4 @@
-"""The command line: ``ampfuse demo``, ``train``, ``doctor``, ``advise`` and others.
+"""The command line: ``ampfuse demo``, ``train``, ``doctor``, ``env`` and others.
 
 A command is a module with ``add_arguments(parser)`` and ``run(parser, args)``, which returns the
 exit status; its docstring is what ``--help`` says. Only the module of the command that is given is
@@ -24,7 +24,7 @@ COMMANDS = {
     ),
     "doctor": (
         "ampfuse.cli.doctor",
-        "say where the time of a training script goes, and what would pay",
+        "show where a training script spends its time, and what would help",
     ),
     "env": ("ampfuse.cli.env", "print what a bug report needs"),
 }

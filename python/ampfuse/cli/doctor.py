@@ -1,10 +1,10 @@
-"""Say where the time of a training goes, and what would pay.
+"""Show where a training script spends its time, and what would help.
 
     ampfuse doctor train.py --lr 0.1              a script, as `python train.py --lr 0.1` runs it
     ampfuse doctor -m package.train
 
-The script runs unmodified until enough optimizer steps were seen: some to warm up, some that are
-timed, as many under torch's profiler. Then it is stopped (its `finally` and `atexit` are honoured).
+The script runs unmodified until it has made enough optimizer steps: some to warm up, some that are
+timed, as many under torch's profiler. Then it is stopped; `finally` and `atexit` still run.
 """
 
 # The module's docstring is the text of `ampfuse doctor --help`; nothing heavy is imported up here.
@@ -22,11 +22,11 @@ from ampfuse.command_line import at_least
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--warmup", type=at_least(1), default=5, metavar="N", help="steps before (default: 5)")
+    add("--warmup", type=at_least(1), default=5, metavar="N", help="warm-up steps (default: 5)")
     profiled = "steps to time, and as many to profile (default: 10)"
     add("--steps", type=at_least(1), default=10, metavar="N", help=profiled)
     add("--go-on", action="store_true", help="let the script run to its end")
-    add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module name")
     add("script", metavar="SCRIPT", help="the script, as given to python")
     add("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's arguments")
 
@@ -38,7 +38,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         The script's own exit status if it failed; 1 if it ended well but gave too little to see.
     """
     if not args.module and not os.path.exists(args.script):
-        parser.error(f"there is no file {args.script}")
+        parser.error(f"no such file: {args.script}")
 
     from ampfuse.doctor.report import Report, fill
     from ampfuse.doctor.watch import Finished, Watch
@@ -51,7 +51,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         return status
     sys.stdout.flush()
     if status and not watch.done:
-        seen = f"the script failed by itself after {watch.seen} optimizer steps"
+        seen = f"the script failed after {watch.seen} optimizer steps"
         report.problem = f"{seen} (exit status {status})"
     else:
         fill(report, watch)

@@ -19,7 +19,7 @@ from importlib import metadata
 import ampfuse
 from ampfuse.cli import env_probes
 from ampfuse.cli.env_probes import Facts, Probe, show
-from ampfuse.hardware import core_count, cpu_flags, cpu_model
+from ampfuse.hardware import core_count, cpu_flags, cpu_has_bf16, cpu_model
 
 _PACKAGES = ("torch", "numpy", "scikit-learn", "matplotlib", "rich", "triton")
 # What ampfuse or torch picks code by, in Linux's names.
@@ -62,7 +62,7 @@ def _installation() -> Facts:
     try:
         from ampfuse import _build_info
     except ImportError:
-        return {**found, "built": "no: a source tree that was not installed"}
+        return {**found, "built": "no: this source tree has not been installed"}
     return {
         **found,
         "version": _build_info.VERSION,
@@ -80,6 +80,7 @@ def _system() -> Facts:
         "CPU": cpu_model(),
         "CPU cores": f"{core_count()} usable of {os.cpu_count()}",
         "CPU features": ", ".join(flags) or "unknown",
+        "CPU levels": f"O4 and O5 {'are fast' if cpu_has_bf16() else 'save memory, not time'}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
     }
 
@@ -115,7 +116,7 @@ def _driver() -> Facts:
 
 def _variables() -> Facts:
     set_here = sorted(name for name in os.environ if name.startswith(_VARIABLES))
-    return {name: os.environ[name] for name in set_here} or {"of those that matter": "none set"}
+    return {name: os.environ[name] for name in set_here} or {"relevant ones": "none set"}
 
 
 _HERE: tuple[Probe, ...] = (

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 Facts = dict[str, Any]
+_NO_BF16 = "; BF16 is emulated: use O1 or O2"
 # A section of the report, and what finds the facts in it.
 Probe = tuple[str, Callable[[], Facts]]
 
@@ -106,7 +107,7 @@ def _gpus() -> Facts:
         found[f"GPU {i}"] = (
             f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB: "
             + (f"NOT USED: {problem}" if problem else f"runs ampfuse's {arch}")
-            + ("" if problem or properties.major >= 8 else "; BF16 is emulated: use O1 or O2")
+            + ("" if problem else "; use O4 or O5" if properties.major >= 8 else _NO_BF16)
         )
     if not found:
         try:
@@ -119,7 +120,7 @@ def _gpus() -> Facts:
 
 
 def _other_build() -> str | None:
-    """Why no GPU can be used, and what to do, where torch is no CUDA build; None where it is."""
+    """Why no GPU can be used, and what to do, if torch is not a CUDA build; None if it is."""
     if (platform := _platform()).startswith("CUDA"):
         return None
     kernels = "ampfuse has kernels for NVIDIA GPUs and CPUs"
@@ -142,9 +143,9 @@ def _arch_or_problem(i: int) -> tuple[str | None, str | None]:
     if arch := covering_arch(archs, (major, minor)):
         return arch, _core.driver_problem(*_core.C.cuda_versions())
     return None, (
-        f"it is sm_{major}{minor}, and ampfuse was built for {' '.join(archs) or 'CPUs'}; use such "
-        "a GPU, or compile ampfuse by an nvcc that knows this one: AMPFUSE_CUDA=ON pip install "
-        "--force-reinstall --no-deps --no-binary ampfuse ampfuse"
+        f"it is sm_{major}{minor}, but ampfuse was built for {' '.join(archs) or 'CPUs'}; use such "
+        "a GPU, or compile ampfuse with an nvcc that supports this one: AMPFUSE_CUDA=ON pip "
+        "install --force-reinstall --no-deps --no-binary ampfuse ampfuse"
     )
 
 

@@ -9,8 +9,8 @@ from ampfuse.experiments import SCRIPTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", choices=SCRIPTS)
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument("script", choices=SCRIPTS, help="the experiment")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="options of the script")
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:

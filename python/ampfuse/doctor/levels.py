@@ -28,7 +28,7 @@ from ampfuse.amp.policy import LEVELS
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.devices import device_name
 from ampfuse.insight import inputs
-from ampfuse.insight.tables import aligned
+from ampfuse.insight.tables import aligned, figures
 from ampfuse.measuring import ProcessMemory, StepClock
 
 # At equal speed: no loss scale before one, FP32 weights before half ones.
@@ -40,13 +40,12 @@ _ROUNDING = 2.0**-8  # to BF16: of a loss, and of the weights that another seed 
 _WINDOWS = 8  # of a curve, of which the means are compared
 _MAX_BATCHES = 32  # that are kept of a loader
 _LEAST_STEPS = 5  # however slow a level is
-_TRIES, _CLEAN = (
-    30,
-    3,
-)  # steps in which the loss scale comes down from 2**16: so many are not skipped
+_FEW_STEPS = 2 * _WINDOWS  # with fewer, these means are of single steps
+# Steps in which the loss scale comes down from 2**16, and how many in a row are not skipped then.
+_TRIES, _CLEAN = 30, 3
 
 
-_ORIGINAL = "loss_function(model, batch) has to use the model it is handed, a copy."
+_ORIGINAL = "loss_function(model, batch) must use the model it is passed, which is a copy."
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ class Advice:
         lines = [("level", "steps", "ms/step", "speed", "deviation", "allowed", "skipped", "")]
         for row in self.rows:
             cells = (
-                *(str(len(row.losses)), f"{row.median:.3g}", f"{row.speedup:.2f}x"),
-                *(f"{row.deviation:.2g}", f"{row.allowed:.2g}", str(row.skipped)),
+                *(str(len(row.losses)), figures(row.median, 3), f"{row.speedup:.2f}x"),
+                *(figures(row.deviation, 2), figures(row.allowed, 2), str(row.skipped)),
             )
             remark = "<- recommended" if row.level == self.level else row.objection or ""
             lines.append((row.level, *(cells if row.losses else [""] * 6), remark))
@@ -148,7 +147,7 @@ def advise(
         run = functools.partial(task.run, seconds=seconds / (1 + len(others) + seeds))
         reference = run("O0", steps)
         if problem := reference.objection or _not_finite(reference):
-            raise ValueError(f"This training fails in FP32 already (O0): {problem}.")
+            raise ValueError(f"This training already fails in FP32 (O0): {problem}.")
         steps = len(reference.losses)
         rows = [run(level, steps) for level in others]
         seeded = [run("O0", steps, seed=1 + seed) for seed in range(seeds)]
@@ -160,14 +159,14 @@ def advise(
 
 def _check(model: nn.Module, optimizer: Any, levels: Sequence[str], **positive: float) -> None:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise ValueError(f"Pass the model inside {type(model).__name__}: model.module.")
+        raise ValueError(f"Pass model.module, the model inside {type(model).__name__}.")
     if is_installed(model) or sessions.enabled_of(optimizer) is not None:
         raise ValueError(
-            "This model or optimizer went through amp.initialize already, which cannot be taken "
-            "back. Ask for advice before it, with a new model and optimizer."
+            "This model or optimizer has already been through amp.initialize, which cannot be "
+            "undone. Call advise before amp.initialize, on a new model and optimizer."
         )
     stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
-    remedy = "They cannot be copied with it: put them into one module with it."
+    remedy = "Create it from model.parameters(), or put all it trains into one module."
     inputs.check_owned(model, stepped, remedy)
     if unknown := [level for level in levels if level not in LEVELS]:
         raise ValueError(f"Unknown level {unknown[0]!r}; the levels are {', '.join(LEVELS)}.")
@@ -194,7 +193,7 @@ class _Task:
             self.batches = list(itertools.islice(batch, _MAX_BATCHES))
             generator.set_state(before)
         if not self.batches:
-            raise ValueError("There is no batch in what was given as batch.")
+            raise ValueError("batch is empty: the loader or iterator has no batches.")
 
     def run(self, level: str, steps: int, *, seconds: float, seed: int = 0) -> Row:
         """Train a copy for `steps`, or as many as `seconds` allow, at least 5. At O0 mistakes in
@@ -251,7 +250,7 @@ class _Task:
             skipped = _skipped(optimizer)
             step(batch, functools.partial(inputs.call, self._loss_function))
             if all(parameter.grad is None for parameter in model.parameters()):
-                raise ValueError(f"{_ORIGINAL} Its weights got no gradient.")
+                raise ValueError(f"{_ORIGINAL} The copy got no gradient.")
             clean = clean + 1 if _skipped(optimizer) == skipped else 0
             if clean == _CLEAN:
                 return sessions.of_optimizers([optimizer]).loss_scalers[0].loss_scale()
@@ -296,7 +295,7 @@ def _untouched(task: _Task) -> Iterator[None]:
 
     def refuse(module: nn.Module, args: Any) -> None:
         if module is task.model:  # copies have the hook, too
-            raise ValueError(f"{_ORIGINAL} This one uses the original, which is not to be touched.")
+            raise ValueError(f"{_ORIGINAL} It used the original model.")
 
     for parameter, _ in gradients:  # a loss function that uses the original adds to none of its own
         parameter.grad = None
@@ -344,9 +343,9 @@ def _judged(row: Row, reference: Row, seeded: Sequence[Row], batches: int) -> Ro
         objection = f"overflows: {row.skipped} of {steps} steps skipped"
     elif not objection and row.stale:
         more = f" and {len(row.stale) - 1} more" * (len(row.stale) > 1)
-        objection = f"stands still, as updates round away: {row.stale[0]}{more}"
+        objection = f"updates are lost to rounding in {row.stale[0]}{more}"
     elif not objection and deviation > allowed:
-        objection = "the loss deviates from that of FP32"
+        objection = "the loss deviates from FP32's"
     speedup = reference.median / row.median
     return replace(row, speedup=speedup, deviation=deviation, allowed=allowed, objection=objection)
 
@@ -387,7 +386,7 @@ def _recommend(rows: Sequence[Row]) -> tuple[str, str]:
         if row.objection and row.speedup > worth
     ]
     if fastest is None:
-        level, why = "O0", "there are objections to every other level, or none was tried."
+        level, why = "O0", "every other level failed a check, or none was tried."
     elif fastest.speedup < _EQUAL:
         why = f"half precision is no faster here ({fastest.level}: {fastest.speedup:.2f}x)."
         level = "O0"
@@ -398,7 +397,10 @@ def _recommend(rows: Sequence[Row]) -> tuple[str, str]:
             best.level,
             (
                 f"{best.speedup:.2f}x as fast as FP32, and its loss stays near that of FP32 "
-                f"({best.deviation:.2g} apart; {best.allowed:.2g} is allowed)."
+                f"({figures(best.deviation, 2)} apart; {figures(best.allowed, 2)} is allowed)."
             ),
         )
+    steps = min(len(row.losses) for row in rows if row.level in (level, "O0"))
+    if steps < _FEW_STEPS:
+        rejected.append(f" Only {steps} steps were compared: raise `seconds` or `steps`.")
     return level, why + "".join(rejected)

@@ -25,6 +25,7 @@ from ampfuse.doctor.profile import HALVES, LABELS, Event, Operation, Profile
 from ampfuse.doctor.watch import Finished, Watch
 from ampfuse.insight.findings import Finding
 from ampfuse.insight.inputs import same_random_numbers
+from ampfuse.insight.tables import figures
 from ampfuse.measuring import StepClock
 from ampfuse.optim.fused import FUSED
 
@@ -87,7 +88,7 @@ class Report:
         """The verdict in words."""
         kind = max(BOUNDS[self.verdict], key=self.share_of)
         share = f"{LABELS[kind]} takes {self.share_of(kind):.0%} of the time"
-        pays = "" if self.advice else ". Nothing known here pays: a faster machine would"
+        pays = "" if self.advice else ". No change that the doctor knows would help"
         return f"bound by {self.verdict}: {share}{pays}"
 
     @property
@@ -133,7 +134,7 @@ class Report:
         would = "wait for the device" if self.device.type == "cuda" else "would wait for a GPU"
         lines += [f"\nLines that {would}, in a step:"] if self.waits else []
         lines += [f"  {line}" for line in self.waits[:10]]
-        lines += ["\nWhat pays most:"] if self.advice else []
+        lines += ["\nWhat would help most:"] if self.advice else []
         for place, one in enumerate(self.advice[:5], 1):
             lines += [f"  {place}. {one.found}: {one.kind}", f"     {one.remedy}"]
         return "\n".join(lines)
@@ -162,7 +163,7 @@ def examine(
         ValueError: `warmup` or `steps` is less than 1. An error of the training passes through.
     """
     if min(warmup, steps) < 1:
-        raise ValueError(f"warmup and steps must be at least 1, not {warmup} and {steps}")
+        raise ValueError(f"warmup and steps must be at least 1, got {warmup} and {steps}")
     report = Report(script=script or Path(sys.argv[0]).name or "the training")
     watch = Watch(warmup, steps, stop)
     with watch, contextlib.suppress(Finished):
@@ -175,14 +176,14 @@ def fill(report: Report, watch: Watch) -> None:
     report.problem = watch.problem
     if watch.seen == 0:
         report.problem = (
-            "no torch.optim.Optimizer made a step in this process; if others train, use "
+            "no torch.optim.Optimizer made a step in this process; if other processes train, use "
             "`with ampfuse.doctor.examine():` around their loop"
         )
     elif watch.profiler is None and not report.problem:
         needed = watch.warmup + 2 * watch.steps + 1  # the first profiled one is left out
         report.problem = (
             f"the training ended after {watch.seen} optimizer step{'s' * (watch.seen > 1)}; "
-            f"{needed} are needed: give smaller warmup and steps"
+            f"{needed} are needed: reduce warmup and steps"
         )
     if report.problem or watch.profiler is None:
         return
@@ -244,10 +245,10 @@ RULES: tuple[tuple[str, str, Callable[[Report], bool], tuple[str, ...], float], 
      "over all parameters", lambda report: not FUSED.keys().isdisjoint(report.optimizers),
      ("optimizer",), 0.5),
     ("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
-     "optimizer, batch): a CUDA graph; before that, take out what waits",
+     "optimizer, batch): a CUDA graph; first remove what waits for the GPU",
      _on_gpu, ("host",), 1.0),
     ("less Python, fewer and larger operations", "move loading (into a DataLoader), logging "
-     "and files out of the step; larger batches; torch.compile(model)",
+     "and file access out of the step; larger batches; torch.compile(model)",
      lambda report: not _on_gpu(report), ("host", "python"), 1.0),
     ("less communication", "overlap it with the backward pass (DistributedDataParallel), or "
      "send half precision", lambda report: True, ("communication",), 1.0),
@@ -306,7 +307,7 @@ def compare_attention(report: Report, profile: Profile) -> list[Finding]:
     sizes = "x".join(map(str, event.dims[0]))
     report.attention = (
         f"Attention of {sizes}, {event.precision}: {used} computes it. Forward and backward "
-        f"take {', '.join(f'{ms:.3g} ms by {name}' for name, ms in medians.items())}."
+        f"take {', '.join(f'{figures(ms, 3)} ms by {name}' for name, ms in medians.items())}."
     )
     best = min(medians, key=lambda name: medians[name], default=used)
     if used not in times or max(times[best]) >= min(times[used]):

@@ -148,7 +148,7 @@ class Watch:
         self.seconds[-1] = time.perf_counter() - begin
         if torch.autograd._profiler_enabled():
             self.problem, self.done = (
-                "the script runs torch's profiler itself: switch that off",
+                "the script runs torch's profiler itself: turn that off",
                 True,
             )
             return

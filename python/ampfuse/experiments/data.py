@@ -129,10 +129,10 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
     except Exception as error:
         title, expected, patterns = _FILES[kind]
         found = [str(path) for pattern in patterns for path in sorted(place.glob(pattern))]
-        there = f"; delete what is damaged of {', '.join(found)}" if found else ""
+        there = f"; delete these if they are damaged: {', '.join(found)}" if found else ""
         raise DataError(
             f"--data {place}: {title} could not be read: {error}{there}; expected: {expected}; "
-            "or give --data digits or synthetic"
+            "or use --data digits or synthetic"
         ) from error
 
 
@@ -166,7 +166,7 @@ def _imagenet(folder: Path) -> ImageSet:
     # By the numbers of train's classes: one without test images does not shift the others.
     test = make_dataset(folder / "val", train.class_to_idx, IMG_EXTENSIONS, allow_empty=True)
     if not test:
-        raise FileNotFoundError(f"no images of the classes of train in {folder / 'val'}")
+        raise FileNotFoundError(f"{folder / 'val'} has no images of the classes in train")
     splits = (zip(*samples, strict=True) for samples in (train.samples, test))
     files = (ImageFiles(paths, torch.tensor(labels)) for paths, labels in splits)
     return ImageSet(*files, PUBLISHED["imagenet"]._replace(classes=len(train.classes)))
@@ -248,12 +248,12 @@ class Data:
             of_each = f" of each of {world_size} processes" * (world_size > 1)
             raise DataError(
                 f"--batch-size {settings.batch_size} is more than the "
-                f"{self.train_size // world_size} training images{of_each}: give less"
+                f"{self.train_size // world_size} training images{of_each}: use a smaller one"
             )
         # The test images of this process; no two processes share one.
         first, end = (self.test_size * part // world_size for part in (rank, rank + 1))
         self._test_share = range(first, end)
-        self._augments = settings.augment and self.kind != "mnist"  # mirrored digits are no digits
+        self._augments = settings.augment and self.kind != "mnist"  # mirrored digits are not digits
         last = settings.channels_last
         self._memory_format = torch.channels_last if last else torch.contiguous_format
         mean, std = (  # a grey set takes the first of three values
@@ -295,7 +295,7 @@ class ResidentData(Data):
 
     def _prepare(self, images: ImageSet) -> None:
         if isinstance(images.train, ImageFiles) or isinstance(images.test, ImageFiles):
-            raise DataError("--loader resident: image files are read by --loader workers")
+            raise DataError("--loader resident does not read image files: use --loader workers")
         share = slice(self._test_share.start, self._test_share.stop)
         self._train, self._train_labels = self._stored(images.train, slice(None))
         self._test, self._test_labels = self._stored(images.test, share)

@@ -26,7 +26,7 @@ _COLUMNS = ("method", "time, s", "images/s", "memory, MB", "accuracy, %", "skipp
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument, {"metavar": "N", "type": at_least(1)}
-    levels = "which, in which order (default: all six)"
+    levels = "levels to train, in this order (default: all six)"
     add("--levels", nargs="+", choices=LEVELS, default=LEVELS, metavar="O0", help=levels)
     add("--epochs", **count, default=12, help="default: %(default)s")
     add("--batch-size", type=at_least(2), default=128, metavar="N", help="default: %(default)s")
@@ -62,7 +62,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     print(table(rows, _COLUMNS))
     print(_NOTES)
     if not has_bf16:
-        print("There is no BF16 arithmetic here: O4 and O5 save memory, not time.")
+        print("This device has no BF16 arithmetic: O4 and O5 save memory, not time.")
     make_table.write_csv(args.output / "levels.csv", rows)
     written = make_plot.save(make_plot.drawn(rows), args.output)
     names = [path.name for path in [*written, args.output / "levels.csv"]]
@@ -71,9 +71,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 _NOTES = """\
-memory: the most that tensors took at a time, in a few steps before.
-FP16 on a CPU shows what it does to training. What it gains takes a GPU to see.
-O3 has no FP32 master weights: small updates round away, and it may learn worse."""
+memory: the peak of tensors, measured in a few steps beforehand.
+FP16 on a CPU shows its effect on training. Its speed shows on a GPU.
+O3 has no FP32 master weights: small updates are lost, and it may learn worse."""
 
 main = functools.partial(run_alone, sys.modules[__name__])
 

@@ -74,15 +74,15 @@ class World:
 def check(of: Settings, world: World, device: torch.device) -> None:
     """Raise UsageError for what does not go together in several processes."""
     if of.sync_bn and device.type != "cuda":
-        raise UsageError("--sync_bn: torch synchronizes batch norm between GPUs only")
+        raise UsageError("--sync_bn: torch synchronizes batch norm only between GPUs")
     if of.graph and world.size > 1:
         raise UsageError("--graph: capture under torchrun is not supported; leave it out")
     if of.fsdp and world.size == 1:
-        raise UsageError("--fsdp: one process has nobody to share with; start several by torchrun")
+        raise UsageError("--fsdp needs several processes; start them with torchrun")
     if of.fsdp and of.fuse and of.arm in HALF_LEVELS:
         raise UsageError(
-            f"--fsdp --fuse: at {of.arm} batch norms are gathered apart from the half "
-            "weights, which cannot be fused; leave --fuse out"
+            f"--fsdp --fuse: at {of.arm} batch norms are sharded apart from the half weights, so "
+            "they cannot be fused; leave --fuse out"
         )
 
 
@@ -92,7 +92,7 @@ def check(of: Settings, world: World, device: torch.device) -> None:
 def shard(model: nn.Module, *, apart: bool) -> None:
     """Leave each process a share of `model`, a ResNet, gathered block by block. `apart` are its
     batch norms, which stay FP32 among half weights: what is gathered together is of one type."""
-    # Scores that are a view of something: nobody writes to them.
+    # Scores that are a view of something: nothing writes to them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     model.to(memory_format=torch.contiguous_format)  # FSDP takes no others; images keep theirs
     stages = (model.layer1, model.layer2, model.layer3, model.layer4)

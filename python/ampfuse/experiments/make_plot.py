@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_selection(parser, recipe=True)
-    add, std = parser.add_argument, "time and memory with error bars: the repeats' deviation"
+    add, std = parser.add_argument, "error bars for time and memory: the repeats' deviation"
     add("--plot_std", "--plot-std", action="store_true", help=std)
-    add("--published", action="store_true", help="draw the published figures instead of own ones")
-    where = "folder for the figures (default: figures in that of the results); published ones go "
-    add("--output", type=Path, metavar="DIR", help=where + "into published in there")
+    add("--published", action="store_true", help="draw the published results, not yours")
+    where = "folder for the figures (default: RESULTS/figures; for --published, its subfolder "
+    add("--output", type=Path, metavar="DIR", help=where + "published)")
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -72,7 +72,7 @@ def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
             with contextlib.suppress(NothingToDraw):
                 found[name] = against_batch(ours, kind, std=bars)
     if not found:
-        raise UsageError("the chosen results hold nothing to draw")
+        raise UsageError("the chosen results have nothing to draw")
     return found
 
 
@@ -116,7 +116,7 @@ def lines(rows: Sequence[Row]) -> list[Line]:
     """The lines that `rows`, of one model, make. Raises UsageError if the runs of one have neither
     iterations nor epochs in common."""
     if len(models := _different(row["model"] for row in rows)) > 1:
-        raise UsageError(f"rows of {', '.join(models)} in one figure: choose one with --model")
+        raise UsageError(f"results of {', '.join(models)}: choose one model with --model")
     everywhere = [name for name in _MUST_BE_ALIKE if _varies(rows, name)]
     parts = []
     for together in _grouped(rows, lambda row: (row["source"], row["gpu"], row["method"])):
@@ -148,7 +148,7 @@ def _length(rows: Sequence[Row]) -> str:
     first = rows[0]
     raise UsageError(
         f"{first['gpu']} {first['method']} of {first['model']}: runs of different length "
-        f"({'; '.join(different)}) do not go into one line: choose with --iteration N or --epochs N"
+        f"({'; '.join(different)}) cannot be one line: choose with --iteration N or --epochs N"
     )
 
 
@@ -196,7 +196,7 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     mean, rows = f"{column}_mean", [row for row in rows if row["batch_size"]]
     batches = sorted({row["batch_size"] for row in rows if row[mean]})
     if not batches:
-        raise NothingToDraw("the results lack what this figure shows")
+        raise NothingToDraw("the results have no values for this figure")
     found = lines([row for row in rows if row[mean] or row["diverged"]])
     lengths = _different(_length(line.rows) for line in found)
     if kind == "time" and len(lengths) == 1:

@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("table", metavar="recipe", choices=RECIPES, help="which table: e1 to e5")
     results.add_selection(parser, recipe=False)
-    rows = "write the own rows there too, with device, versions, date, means and deviations"
+    rows = "also write your rows to FILE, with device, versions, date, means and deviations"
     add("--csv", type=Path, metavar="FILE", help=rows)
-    add("--no-published", action="store_true", help="own rows only")
+    add("--no-published", action="store_true", help="only your rows")
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -54,7 +54,7 @@ def _own_rows(args: argparse.Namespace) -> list[Row]:
     if own := [row for row in everything if row["recipe"] == args.table]:
         return results.chosen(own, args)
     how = f"ampfuse train {RECIPES[args.table]} --recipe {args.table}"
-    reason = f"{args.results}: no results of {args.table}; to measure: {how}"
+    reason = f"{args.results}: no results of {args.table}; to measure them: {how}"
     if args.csv or args.no_published:
         raise UsageError(reason)
     print(reason, file=sys.stderr)

@@ -30,7 +30,7 @@ def build(
     if name not in NAMES:
         raise ValueError(
             f"unknown model {name!r}: the models are {', '.join(NAMES)} and other "
-            "wrn<depth>_<width>, as wrn16_4"
+            "wrn<depth>_<width>, such as wrn16_4"
         )
     own = {"mnist_cnn": lambda: mnist_cnn(classes, channels, image_size)}
     own |= {"mlp": lambda: mlp(channels * image_size**2), "vgg16": lambda: vgg16(classes, channels)}
@@ -82,7 +82,7 @@ def wide_resnet(
     with 16, 32 and 64 times `width` channels; the second and third halve the image."""
     if depth < 10 or depth % 6 != 4 or width < 1:
         raise ValueError(
-            f"wrn{depth}_{width}: the depth is 6n + 4 (10, 16, 22, 28, ...), the width at least 1"
+            f"wrn{depth}_{width}: the depth must be 6n + 4 (10, 16, 22, ...), the width at least 1"
         )
     stem = nn.Conv2d(channels, 16, kernel_size=3, padding=1, bias=False)
     stages, inputs = nn.Sequential(), 16

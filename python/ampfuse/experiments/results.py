@@ -77,11 +77,11 @@ def measured(folder: str | Path = "results") -> list[Row]:
     """The rows of all result files below `folder`, repeats taken together.
 
     Repeats have everything but seed and number in common. Of runs that have those in common too,
-    the one that finished last counts: a command given twice is no second sample.
+    the one that finished last counts: a command given twice is not a second sample.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder; train something first, or give --results")
+        raise UsageError(f"{folder}: no such folder; train something first, or pass --results")
     runs = []
     for path in sorted(folder.rglob("*.json")):
         if path.name.endswith(".trace.json") or path.name.startswith("."):
@@ -92,7 +92,7 @@ def measured(folder: str | Path = "results") -> list[Row]:
                 raise ValueError("of another format")
             rows_of([run])  # whatever is missing shows while the file can be named
         except (ValueError, KeyError, TypeError) as error:
-            what = f"{path} is damaged, or no result file of this version"
+            what = f"{path} is damaged or not a result file of this version"
             raise UsageError(f"{what} ({error!r:.80}): move it away") from error
         runs.append(run)
     return rows_of(runs)
@@ -142,11 +142,11 @@ _WISHES: dict[str, tuple[str, type, str]] = {
     "recipe": ("--recipe", str, "e1 to e5"),
     "experiment": ("--experiment", str, ", ".join(EXPERIMENTS)),
     "model": ("--model", str, "vgg16, resnet50, ..."),
-    "gpu": ("--GPU", str, "their labels"),
+    "gpu": ("--GPU", str, "labels of the devices"),
     "method": ("--method", str, "FP32, FP16, amp, fp32, O2, ..."),
-    "batch_size": ("--batch", int, "of each process"),
-    "iterations": ("--iteration", int, "runs of so many iterations only"),
-    "epochs": ("--epochs", float, "runs of so many epochs only"),
+    "batch_size": ("--batch", int, "per process"),
+    "iterations": ("--iteration", int, "only runs with this many iterations"),
+    "epochs": ("--epochs", float, "only runs with this many epochs"),
 }
 
 

@@ -238,7 +238,7 @@ class Run:
         return self.memory.peak() if self._tensors is None else self._tensors
 
     def _check(self, scales: Sequence[float], skipped: Sequence[bool]) -> None:
-        """Raise Diverged if the interval ends in losses that are no numbers, or in skips only.
+        """Raise Diverged if the interval ends in non-finite losses, or in skips only.
         Under a dynamic scale one bad batch is skipped and forgotten: one bad loss says nothing."""
         losses, first = self.record.losses, self.step
         if not any(map(math.isfinite, losses[-3 if any(skipped) else -1 :])):
@@ -246,7 +246,7 @@ class Run:
                 first -= 1
             raise Diverged(first, f"the training loss became {losses[-1]}")
         if len(skipped) >= 10 and all(skipped) and scales[-1] <= 1.0:
-            reason = f"every step overflows, at a loss scale of {scales[-1]:g} too"
+            reason = f"every step overflows, even at a loss scale of {scales[-1]:.10g}"
             raise Diverged(self.step - len(skipped) + 1, reason)
 
     # ---- files -----------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def suggestion(of: Settings) -> str:
     """What to try when a run of these settings diverged."""
     if of.arm == "O3":
         better = "O3 with --keep-batchnorm-fp32 True --loss-scale 128, or O2"
-        return f"O3 has no FP32 masters, batch norms or loss scale of its own: try {better}"
+        return f"O3 has no FP32 masters or batch norms and no loss scaling: try {better}"
     if of.arm in ("O1", "O2", "amp-fp16") and isinstance(of.loss_scale, float):
         return f"a static loss scale of {of.loss_scale:g} skips no step: try --loss-scale dynamic"
     return f"try a lower --lr (now {of.lr:g}), or BF16 if this is FP16"
@@ -369,7 +369,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         Record(**values["record"])
     # Damaged files make torch raise nearly anything, and advise to execute what is in them.
     except Exception as error:
-        what = f"{path} is damaged, or no checkpoint of this version"
+        what = f"{path} is damaged or not a checkpoint of this version"
         raise UsageError(f"--resume: {what}") from error
     return {**values, "name": path.stem}
 
@@ -385,10 +385,10 @@ def position(runs: Sequence[Settings], resume: dict[str, Any] | None, world: Wor
     for run in runs:
         now = {**dataclasses.asdict(run), "processes": world.size}
         names = [name for name in then if name not in free and then[name] != now[name]]
-        differences.append([f"{n} {then[n]!r} then and {now[n]!r} now" for n in names])
+        differences.append([f"{n} was {then[n]!r}, is now {now[n]!r}" for n in names])
     nearest = min(differences, key=len)
     if nearest:
-        raise UsageError(f"--resume: the checkpoint is of another run ({', '.join(nearest)})")
+        raise UsageError(f"--resume: the checkpoint is from another run ({', '.join(nearest)})")
     return differences.index(nearest)
 
 
@@ -416,23 +416,24 @@ def sweep(script: Script, argv: Sequence[str] | None = None, prog: str | None = 
     """Train what `argv` (default: ``sys.argv``) asks for and return the exit status, which
     docs/experiments.md explains. What the user has to put right ends in one line and status 2."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = parse(script, argv, prog or f"python -m ampfuse.experiments.{script.name}")
-    left = "the runs that were finished have their results"
-    return status_of(lambda: _sweep(script, args, argv), script.name, left)
+    prog = prog or f"python -m ampfuse.experiments.{script.name}"
+    args = parse(script, argv, prog)
+    left = "finished runs have saved their results"
+    return status_of(lambda: _sweep(script, args, argv), prog, left)
 
 
 def _sweep(script: Script, args: argparse.Namespace, argv: Sequence[str]) -> int:
     check_installed("experiments", "torchvision", "timm", "tqdm", "sklearn")
     world = World.of_environment()
     if world.size > 1 and not script.distributed:
-        raise UsageError(f"{script.name} trains in one process; imagenet takes torchrun's")
+        raise UsageError(f"{script.name} trains in one process; only imagenet supports torchrun")
     by_rank = world.size > 1 and args.device in ("auto", "cuda") and torch.cuda.is_available()
     device = choose_device(f"cuda:{world.local_rank}" if by_rank else args.device)
     resume = load_checkpoint(args.resume) if args.resume else None
     todo, note = runs_of(args, script, device)
     own = args.data or args.folder
     if own and own not in MADE_UP and not (args.download or Path(own).expanduser().is_dir()):
-        raise UsageError(f"--data {own}: no such folder (--download makes it and fills it)")
+        raise UsageError(f"--data {own}: no such folder (--download creates it)")
     label = file_name(args.GPU or device_name(device))
     place = Place(device, world, args.output / label, label, bool(args.checkpoints), args.prof > 0)
     check_writable("--output", place.folder)
@@ -444,11 +445,13 @@ def _sweep(script: Script, args: argparse.Namespace, argv: Sequence[str]) -> int
         with world.connected(device):
             for result in train_all(todo, place, resume):
                 results.append(result)
-                say(line(result))
+                say(line(result, todo[0].repeats))
     except KeyboardInterrupt:
         if place.saved:
             again = shlex.join([*argv, "--resume", str(place.saved)])  # the last --resume counts
-            say(f"\nTo go on: python -m ampfuse.experiments.{script.name} {again}")
+            say(f"\nTo continue: python -m ampfuse.experiments.{script.name} {again}")
+        elif not place.checkpoints:
+            say("\nWith --checkpoints, an interrupted run can be continued.")
         raise
     say(f"{table(rows_of(results))}\nResults: {place.folder.absolute()}")
     return _DIVERGED if any(result["diverged"] for result in results) else 0
@@ -490,14 +493,15 @@ def heading(script: Script, todo: Sequence[Settings], device: torch.device, proc
     )
 
 
-def line(result: Result) -> str:
-    """One run in one line."""
+def line(result: Result, repeats: int = 1) -> str:
+    """One run, of so many `repeats`, in one line."""
     name = f"{result['model']} {result['method']} batch {result['batch_size']}"
+    name += f", {result['repeat'] + 1} of {repeats}" if repeats > 1 else ""
     if why := result["diverged"]:
         return (
             f"{name} diverged in step {why['step']}: {why['reason']}. Loss scale: "
-            f"{result['loss_scale']:g}.\n  What to do: {why['suggestion']}.\n"
-            "  Which tensor was the first: amp.explain_overflow(model) around the step says it."
+            f"{result['loss_scale']:.10g}.\n  What to do: {why['suggestion']}.\n"
+            "  To find the first inf or NaN, wrap the step in amp.explain_overflow(model)."
         )
     return f"{name}: " + ", ".join(t.format(result[n]) for n, t in _FIGURES.items() if result[n])
 

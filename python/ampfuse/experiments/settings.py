@@ -34,12 +34,12 @@ LEVELS = tuple(ARMS)[4:]
 HALF_LEVELS = ("O2", "O3", "O5")  # whose weights are half, but for batch norms'
 _FUSED = ("O1", "O2", "O4", "O5")  # that fuse batch norms by themselves
 _MODES = {"FP32": "fp32", "FP16": "O2", "amp": "O1"}  # E1's names
-MADE_UP = ("digits", "synthetic")  # data that are no folder
+MADE_UP = ("digits", "synthetic")  # data without a folder
 
 
 def switch(text: str) -> bool:
     if text not in ("True", "False"):
-        raise argparse.ArgumentTypeError(f"{text} is not True or False")
+        raise argparse.ArgumentTypeError(f"must be True or False, got {text!r}")
     return text == "True"
 
 
@@ -47,6 +47,7 @@ def scale(text: str) -> float | str:
     return text if text == "dynamic" else positive(text)
 
 
+_LOADERS = ("resident", "workers")
 _COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
 _ON: dict[str, Any] = {"action": "store_const", "const": True}  # None is what was not given
 _SWITCH: dict[str, Any] = {"nargs": "?", "const": True, "type": switch, "metavar": "True|False"}
@@ -61,7 +62,7 @@ def option(default: Any, help: str = "", *names: str, **kind: Any) -> Any:
 class Settings:
     """One run: one arm, one batch size, one repeat.
 
-    `recipe` is None if nobody published these settings together; `method` is what tables call the
+    `recipe` is None if these settings were not published together; `method` is what tables call the
     arm. With `iterations` and `epochs` a run ends with whichever comes first. `loss_scale` is a
     number, "dynamic", or None for what the arm does by itself. `mean` and `std` are of the pixels,
     as shares of 255; None for those of the data set. `clip` is a norm, `schedule` one of
@@ -89,25 +90,25 @@ class Settings:
     schedule: str = "constant"
     warmup: float = 0.0
     image_size: int = option(32, "pixels each way", **_COUNT)
-    keep_batchnorm_fp32: bool | None = option(None, "at O2, O3 and O5", **_SWITCH)
-    fuse: bool = option(False, "batch norms (default: at O1, O2, O4 and O5 in NHWC)", **_SWITCH)
-    batch_size: int = option(128, "of each process; one or several", "-b", nargs="+", **_COUNT)
-    epochs: int | None = option(None, **_COUNT)
+    keep_batchnorm_fp32: bool | None = option(None, "FP32 batch norms (O2, O3, O5)", **_SWITCH)
+    fuse: bool = option(False, "fuse batch norms (default: O1, O2, O4, O5 in NHWC)", **_SWITCH)
+    batch_size: int = option(128, "per process; one or several", "-b", nargs="+", **_COUNT)
+    epochs: int | None = option(None, "passes over the training data", **_COUNT)
     iterations: int | None = option(None, "training steps", "--iteration", **_COUNT)
     repeats: int = option(1, "runs of each arm, with different seeds", **_COUNT)
-    seed: int = option(0, "of the first repeat (default: 0)", type=int, metavar="N")
+    seed: int = option(0, "seed of the first repeat (default: 0)", type=int, metavar="N")
     optimizer: str = option("sgd", choices=("sgd", "adam", "adamw"))
     lr: float = option(0.01, type=positive, metavar="X")
-    loader: str = option("resident", "where images are made", choices=("resident", "workers"))
+    loader: str = option("resident", "images on the device, or from workers", choices=_LOADERS)
     workers: int = option(2, "loader processes", "-j", type=at_least(0), metavar="N")
-    channels_last: bool = option(True, "NHWC (default: on)", **_SWITCH)
-    cudnn_benchmark: bool = option(True, "let cuDNN try (default: on)", **_SWITCH)
-    graph: bool = option(False, "the step as one CUDA graph", **_ON)
-    deterministic: bool = option(False, "the same bits every time", **_ON)
+    channels_last: bool = option(True, "NHWC memory format (default: on)", **_SWITCH)
+    cudnn_benchmark: bool = option(True, "let cuDNN time algorithms (default: on)", **_SWITCH)
+    graph: bool = option(False, "run a step as one CUDA graph", **_ON)
+    deterministic: bool = option(False, "same bits in every run", **_ON)
     sync_bn: bool = option(False, "batch norm statistics across GPUs", **_ON)
-    fsdp: bool = option(False, "shards of the model (FSDP2) in place of copies (DDP)", **_ON)
+    fsdp: bool = option(False, "shard the model (FSDP2) instead of copying it (DDP)", **_ON)
     evaluate: bool = option(True, "test after each epoch", **_SWITCH)
-    print_freq: int = option(50, "steps between looks at the loss (on a CPU 5)", "-p", **_COUNT)
+    print_freq: int = option(50, "steps between readings of the loss (CPU: 5)", "-p", **_COUNT)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
@@ -151,10 +152,10 @@ class Script:
 def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     """Parse `argv`; flags may be written with "_" for "-", as in the published scripts. Exits with
     status 2 on what is wrong."""
-    text = f"{script.title}\n\nRecipes (published settings; a flag wins over them):\n"
+    text = f"{script.title}\n\nRecipes (published settings; flags override them):\n"
     for recipe in script.recipes:
         text += f"  {recipe.name}  {recipe.title}\n      models: {', '.join(recipe.models)}\n"
-        text += f"      not published, so ours: {recipe.ours}\n" if recipe.ours else ""
+        text += f"      not published, chosen here: {recipe.ours}\n" if recipe.ours else ""
     text += "\nArms:" + "".join(f"\n  {arm:<9} {what}" for arm, what in ARMS.items())
     look = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog=prog, description=text, formatter_class=look, allow_abbrev=False)
@@ -162,25 +163,25 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     names = [recipe.name for recipe in script.recipes]
     add("--recipe", choices=names, help="published settings (default: those of the model)")
     add("--model", "-a", metavar="NAME", help="one of a recipe, or wrn<depth>_<width>")
-    data = f"a folder, scikit-learn's digits, or noise (default: {script.data or 'none'})"
+    data = f"a folder, scikit-learn's digits, or synthetic noise (default: {script.data or 'none'})"
     add("--data", metavar="PATH|digits|synthetic", help=data)
     add("folder", nargs="?", metavar="DATA", help="the same as --data")
-    add("--download", **_ON, help="make the folder of --data, and download MNIST or CIFAR-10")
+    add("--download", **_ON, help="create the folder of --data, download MNIST or CIFAR-10")
     arms = "one or several, or all (default: FP32 and O2, or O5 on a CPU)"
     add("--arm", nargs="+", choices=(*ARMS, "all"), metavar="ARM", help=arms)
     modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
     add("--mode", choices=tuple(_MODES), help=modes)
     add("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --arm O1")
     add("--fp16", **_ON, help="E4's name for O2 with a static scale")
-    add("--loss-scale", type=scale, metavar="N|dynamic", help="of the arms that scale")
-    add("--static-loss-scale", type=positive, metavar="N", help="as --loss-scale N")
+    add("--loss-scale", type=scale, metavar="N|dynamic", help="for arms that scale the loss")
+    add("--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--GPU", metavar="NAME", help="what results call the device (default: its name)")
-    add("--output", "-o", type=Path, default=Path("results"), metavar="DIR")
-    add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint (.pt)")
+    add("--GPU", metavar="NAME", help="name of the device in results (default: its own)")
+    add("--output", "-o", type=Path, default=Path("results"), metavar="DIR", help="for results")
+    add("--resume", type=Path, metavar="FILE", help="continue from a checkpoint (.pt)")
     add("--checkpoints", **_ON, help="save one at the end of each epoch")
     add("--prof", type=int, default=0, metavar="N", help="profile N steps and write a trace")
-    add = parser.add_argument_group("how, for every arm alike").add_argument
+    add = parser.add_argument_group("how to train, the same for every arm").add_argument
     for name, field in FIELDS.items():
         if field.metadata and (script.distributed or name not in _DISTRIBUTED):
             flag, kind = name.replace("_", "-"), dict(field.metadata)
@@ -205,11 +206,11 @@ def runs_of(
     if args.graph and device.type != "cuda":
         raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
     if args.epochs and args.iterations:
-        raise UsageError("--epochs and --iterations: these name a length each; give one of them")
+        raise UsageError("--epochs and --iterations both set the length; give only one")
     if args.data and args.folder:
-        raise UsageError(f"--data {args.data} and {args.folder}: give one data folder")
+        raise UsageError(f"--data {args.data} and {args.folder}: give only one data folder")
     if not (data := args.data or args.folder or script.data):
-        raise UsageError("--data: give a folder, digits or synthetic")
+        raise UsageError("--data is required: a folder, digits or synthetic")
     # The recipe asked for, else that of the model, else the script's first.
     recipes = [recipe for recipe in script.recipes if args.recipe in (None, recipe.name)]
     recipe = next((recipe for recipe in recipes if args.model in recipe.models), recipes[0])
@@ -230,7 +231,7 @@ def runs_of(
     if device.type != "cpu" or not small:
         return runs, ""
     sizes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in small.items())
-    return runs, f"No GPU: sizes that suit a CPU ({sizes}); flags choose others."
+    return runs, f"No GPU: using sizes that suit a CPU ({sizes}); flags override them."
 
 
 def _precision(
@@ -240,9 +241,9 @@ def _precision(
     scales = {"--loss-scale": args.loss_scale, "--static-loss-scale": args.static_loss_scale}
     ways = {"--arm": args.arm, "--mode": args.mode, "--fp16": args.fp16}
     ways["--opt-level"] = args.opt_level if args.mode != "amp" else None
-    for options, what in ((scales, "a loss scale"), (ways, "an arm")):
+    for options, what in ((scales, "the loss scale"), (ways, "the arm")):
         if len(named := [name for name, value in options.items() if value]) > 1:
-            raise UsageError(f"{' and '.join(named)}: these name {what} each; give one of them")
+            raise UsageError(f"{' and '.join(named)} both set {what}; give only one")
     loss_scale = args.loss_scale or args.static_loss_scale
     if args.mode:
         arm = args.opt_level or _MODES[args.mode]
@@ -256,7 +257,7 @@ def _precision(
     if "all" in arms:
         arms = [arm for arm in ARMS if arm != "tf32" or has_tf32(device)]
     if "tf32" in arms and not has_tf32(device):
-        raise UsageError("--arm tf32: TF32 takes a GPU of sm_80 (Ampere) or later")
+        raise UsageError("--arm tf32: TF32 needs a GPU of sm_80 (Ampere) or later")
     return list(dict.fromkeys(arms)), None, loss_scale
 
 

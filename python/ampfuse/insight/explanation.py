@@ -14,7 +14,7 @@ from ampfuse.insight.tables import dtype_name
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Where an inf or a NaN was born that reached the loss or a gradient.
+    """Where an inf or a NaN originated that reached the loss or a gradient.
 
     Attributes:
         phase: "forward" or "backward", where an operation gave it; "data" or "weights", where the
@@ -111,18 +111,18 @@ class Explanation:
         if self.largest_input is not None:
             lines.append(f"  inputs   at most {self.largest_input:.4g} ({self.aten})")
         if self.phase == "backward" and self.scale != 1:
-            lines.append(f"  scale    {self.scale:g}, {'dynamic' if self.dynamic else 'static'}")
+            lines.append(f"  scale    {self.scale:.10g}, {'dynamic' if self.dynamic else 'static'}")
         return "\n".join([*lines, f"  remedy   {self.remedy}"])
 
 
 _TITLES = {
-    "forward": "{self.kind} was born in the forward pass, in {self.operation} of {self.place}.",
-    "backward": "{self.kind} was born in the backward pass of {self.operation} of {self.place}.",
+    "forward": "{self.kind} originated in the forward pass, in {self.operation} of {self.place}.",
+    "backward": "{self.kind} originated in the backward pass of {self.operation} of {self.place}.",
     "data": "{self.kind} came in with the data: {self.tensor}, first used by {self.place}.",
     "weights": "{self.kind} was in {self.tensor} of {self.place} before the step.",
     "step": "{self.kind} was made by the optimizer's update of {self.tensor} of {self.place}.",
-    "another process": "{self.kind} came from another process, with the gradients that were "
-    "reduced: it is in {self.tensor} of {self.place}, and this process made none.",
+    "another process": "{self.kind} came from another process, with the reduced gradients: it is "
+    "in {self.tensor} of {self.place}, and this process made none.",
 }
 
 _REDUCTIONS = frozenset(
@@ -142,7 +142,7 @@ _DOMAIN = {
     "log": "the argument holds 0 or less: use clamp(min=...), log1p or log_softmax",
     "sqrt": "at 0 the gradient of a square root is inf: add a small number under the root",
     "rsqrt": "the argument holds 0: add a small number to it",
-    "pow": "a base of 0 or less has no such power, or no such gradient: add a small number to it",
+    "pow": "a base of 0 or less has no such power or gradient: add a small number to it",
     "norm": _NORM,
     "linalg_vector_norm": _NORM,
     "softmax": "a whole row is -inf, as when a mask hides every element: leave one in each row",
@@ -151,13 +151,13 @@ _DOMAIN = {
 
 def _of_domain(e: Explanation) -> str:
     if e.kind == "nan":
-        other = f"{e.operation} has no finite result here, as of 0 / 0, inf - inf or 0 * inf"
+        other = f"{e.operation} has no finite result here, such as 0 / 0, inf - inf or 0 * inf"
     else:
         other = f"the result of {e.operation} is beyond FP32's range too"
     said = _DOMAIN.get(e.operation, other)
     underflow = (
-        " In float16 all below 6e-8 is 0, constants such as 1e-8 too: if the 0 is one of these, "
-        "compute what gives it in FP32."
+        " In float16 numbers below 3e-8 are 0, constants such as 1e-8 too: if that is the cause, "
+        "compute them in FP32."
     )
     is_zero = e.dtype == torch.float16 and "0" in said.split(":")[0]
     return f"{said[0].upper()}{said[1:]}. No loss scale helps.{underflow * is_zero}"
@@ -175,9 +175,9 @@ _KEEP = (
 # fmt: off
 _REMEDIES: tuple[tuple[Callable[[Explanation], bool], str], ...] = (
     (lambda e: e.phase == "data",
-     "Look at the data and what prepares them. No type and no loss scale helps."),
+     "Check the data and its preprocessing. No dtype and no loss scale helps."),
     (lambda e: e.phase == "weights",
-     "An earlier step or the checkpoint put it there: go back to a sound checkpoint. A dynamic "
+     "An earlier step or the checkpoint put it there: go back to an intact checkpoint. A dynamic "
      "loss scale (or skip_nonfinite=True) skips steps that would do this; a lower learning rate "
      "or clipping keeps finite ones small. Or it did not fit when amp.initialize cast it to "
      "float16: use O5 or O4, whose BF16 has FP32's range."),
@@ -185,22 +185,22 @@ _REMEDIES: tuple[tuple[Callable[[Explanation], bool], str], ...] = (
      "The update left the type's range: lower the learning rate, clip gradients, and keep FP32 "
      "masters (O2 or O5 instead of O3; master_weights=True)."),
     (lambda e: e.phase == "another process",
-     "Read the explanation of the other processes. If none has one, the sum of their gradients "
+     "Read the explanations of the other processes. If none has one, the sum of their gradients "
      "overflowed: reduce in FP32, or lower the loss scale."),
     (lambda e: e.largest_result is not None and not e.is_beyond, "{domain}"),
     (lambda e: e.dtype != torch.float16,
-     "{dtype} has the widest range there is for training, so the training diverges: lower the "
-     "learning rate, clip gradients, look at the loss and the data."),
+     "No dtype used in training has a wider range than {dtype}, so the training diverges: lower "
+     "the learning rate, clip gradients, check the loss and the data."),
     (lambda e: _scale_helps(e) and e.dynamic,
-     "None needed: the dynamic loss scale of {e.scale:g} is still adapting. This gradient fits "
-     "from {e.fitting_scale:g} on, after {skips}."),
+     "None needed: the dynamic loss scale of {e.scale:.10g} is still adapting. This gradient fits "
+     "from {e.fitting_scale:.10g} on, after {skips}."),
     (_scale_helps,
-     "The static loss scale of {e.scale:g} is too high: this gradient fits with "
-     '{e.fitting_scale:g} or less. Use loss_scale="dynamic", which finds it.'),
+     "The static loss scale of {e.scale:.10g} is too high: this gradient fits with "
+     '{e.fitting_scale:.10g} or less. Use loss_scale="dynamic", which finds it.'),
     (lambda e: e.operation == "to" and e.kind == "-inf",
-     "A cast to float16 made -inf of a finite number. If this is a mask, fill it with "
-     "torch.finfo(torch.float16).min instead of -1e9, and let no row be hidden whole; if not, "
-     "keep the values in FP32, {wider}."),
+     "A cast to float16 turned a finite number into -inf. If this is a mask, fill it with "
+     "torch.finfo(torch.float16).min instead of -1e9, and do not hide a whole row; if not, keep "
+     "the values in FP32, {wider}."),
     (lambda e: e.operation == "to",
      "These values do not fit into float16: normalize them, keep them in FP32, {wider}."),
     (lambda e: e.phase == "backward",
@@ -217,7 +217,7 @@ _REMEDIES: tuple[tuple[Callable[[Explanation], bool], str], ...] = (
      "The products are too large for float16: normalize the layer's input or scale its weights "
      'down, run it under torch.autocast("{device}", enabled=False) on x.float(), {wider}.'),
     (lambda e: e.operation == "exp",
-     "Of a softmax, subtract the largest argument first, or call torch.softmax. Else: "
+     "In a softmax, subtract the largest argument first, or call torch.softmax. Otherwise: "
      + _KEEP.format(what="exp")),
     (lambda e: bool(e.aten), _KEEP.format(what="{e.operation}")),
     (lambda e: True, _KEEP.format(what="it")),

@@ -28,14 +28,14 @@ def check_owned(model: nn.Module, stepped: Collection[Tensor], remedy: str) -> N
     known = set(map(id, model.parameters()))
     if strange := sum(id(weight) not in known for weight in stepped):
         raise ValueError(
-            f"{strange} of the {len(stepped)} tensors that the optimizer steps are no parameters "
-            f"of the model. {remedy}"
+            f"{strange} of the {len(stepped)} tensors in the optimizer are not parameters of the "
+            f"model. {remedy}"
         )
 
 
 def call(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor:
-    """``loss_function(model, batch)``; raises TypeError for what is no such function, or returns
-    no loss."""
+    """``loss_function(model, batch)``; raises TypeError unless it is such a function and
+    returns a loss."""
     ran: list[bool] = []
     hook = model.register_forward_pre_hook(lambda *_: ran.append(True))
     try:
@@ -55,10 +55,10 @@ def call(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor:
     what = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
         what = f"a tensor of shape {list(loss.shape)}"
-        what += "" if loss.requires_grad else " that needs no gradient"
+        what += "" if loss.requires_grad else " that requires no gradient"
     raise TypeError(
-        "loss_function(model, batch) has to return the loss, a tensor of one element that "
-        f"backward() can start from; it returned {what}."
+        "loss_function(model, batch) must return the loss, a tensor of one element that requires "
+        f"a gradient; it returned {what}."
     )
 
 

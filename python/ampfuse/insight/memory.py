@@ -59,7 +59,7 @@ def memory_report(
 
     Activations are what a forward pass in training mode keeps for its backward, casts of weights
     included. It runs on a copy with the same weights; nothing of yours changes. Accumulators are
-    FP32 gradients of masters that somebody has read; those inside the optimizer do not show.
+    FP32 gradients of masters that have been read; those inside the optimizer are not shown.
 
     Arguments:
         model, optimizer: before or after ``amp.initialize``, before or after a step.
@@ -101,13 +101,13 @@ def memory_report(
         if new not in (computed, *held.values()):
             held[mode] = new
             expected |= {(mode, "activations")} if casts and wide else set()
-    notes = ["~ expected: not there yet, or then in another type"] if expected else []
+    notes = ["~ expected: not allocated yet, or in another dtype then"] if expected else []
     if not (fused or found["states"]):
-        notes.append(f"The states of {type(inner).__name__} are missing: they show after a step.")
+        notes.append(f"The states of {type(inner).__name__} are missing before its first step.")
     if fused and fused.has_scratch:
         notes.append(
             f"During a step {type(inner).__name__} takes up to {size(step_bytes(inner))} more, "
-            "when the activations are gone."
+            "when the activations are freed."
         )
     elements = sum(parameter.numel() for parameter in model.parameters())
     heading = f"{type(inner).__name__}, {elements:,} parameters"
@@ -160,7 +160,7 @@ def bytes_of(budget: Any) -> int:
     if isinstance(budget, str) and (parts := re.fullmatch(r"(\d+\.?\d*) *([kMGT])(i?)B", budget)):
         number = float(parts[1]) * (1024 if parts[3] else 1000) ** (1 + "kMGT".index(parts[2]))
     if not (isinstance(number, (int, float)) and 0 < number < float("inf")):
-        raise ValueError(f'budget is {budget!r}; give "16GB", "15 GiB" or a number of bytes')
+        raise ValueError(f'budget must be a number of bytes or such as "15 GiB", got {budget!r}')
     return int(number)
 
 

@@ -1,7 +1,7 @@
 """The meter: what half precision does to the weights and gradients of each tensor, step by step.
 
 A metered step is an ordinary one, with the same bits, that counts while it updates. What it counts
-goes to the host by itself; nothing waits until somebody reads.
+goes to the host by itself; nothing waits until it is read.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Meter:
         """
         if not isinstance(self._optimizer, FusedOptimizer):
             raise TypeError(
-                f"{type(self._optimizer).__name__} has a step of its own, and the meter looks into "
-                "the fused one. Use SGD, Adam, AdamW, Adagrad, LAMB, NovoGrad, Lion or Muon."
+                f"{type(self._optimizer).__name__} has a custom step(), and the meter only works "
+                "with fused ones. Use SGD, Adam, AdamW, Adagrad, LAMB, NovoGrad, Lion or Muon."
             )
         for name, value in (("every", every), ("history", history)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} is {value!r}; it has to be a positive integer")
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self._every is None:
             self._start = self._steps
         self._every = every
@@ -111,7 +111,7 @@ class Meter:
         """
         if not self._records or self._records[-1].changed_bits is None:
             raise RuntimeError(
-                "no metered step has kept the changed weights; switch that on by "
+                "no metered step has recorded which weights changed; turn that on with "
                 "optimizer.meter(changed_bits=True)"
             )
         return self._records[-1].changed(parameter)
@@ -154,7 +154,7 @@ class _Record:
         names = [reading.parameter for reading in self.rows]
         if parameter not in names:
             known = ", ".join(names[:3])
-            raise KeyError(f"no parameter is called {parameter!r}; there are {known}, ...")
+            raise KeyError(f"there is no parameter {parameter!r}; the parameters are {known}, ...")
         row = names.index(parameter)
         param = self.table.param(row)
         if not self.rows[row].elements:  # not stepped: its bits mean nothing

@@ -44,16 +44,16 @@ def explain_overflow(
 
     A watched step runs every operation as always and gives the same bits, but waits for the device
     after each of them. What ``torch.compile`` compiled runs uncompiled in it. An armed watch adds
-    nothing to a step but a count of skipped steps on the device, for which nobody waits.
+    nothing to a step but a count of skipped steps on the device, without waiting for it.
 
     Arguments:
         model: a module, whatever it is wrapped in. Names are those of its ``named_modules()``.
-        optimizer: what tells of skipped steps: an optimizer of ampfuse, or that went through
+        optimizer: what reports skipped steps: an optimizer of ampfuse, or one that went through
             ``amp.initialize``; with another one the GradScaler. Needed with `after` only.
         after: how many skipped steps in a row it takes.
 
     Raises:
-        TypeError: with `after`, an optimizer that does not tell of skipped steps.
+        TypeError: with `after`, an optimizer that does not report skipped steps.
         ValueError: `after` is not positive.
 
     Kernels that torch does not dispatch (Triton's, CUDA graphs) are seen by their results only.
@@ -61,7 +61,7 @@ def explain_overflow(
     watch = OverflowWatch(model)
     if after is not None:
         if not after >= 1:
-            raise ValueError(f"after={after}: it takes at least one skipped step.")
+            raise ValueError(f"after must be at least 1, got {after}.")
         watch._arm(optimizer, after)
     return watch
 
@@ -82,7 +82,7 @@ class OverflowWatch:
 
     def __enter__(self) -> OverflowWatch:
         if self._tracker is not None:
-            raise RuntimeError("This watch is watching a step already.")
+            raise RuntimeError("This watch is already in a with block.")
         self.explanation = None
         self._tracker = Tracker(self.model)
         self._tracker.__enter__()
@@ -128,8 +128,8 @@ class OverflowWatch:
         tells = amp_optimizers(optimizer) if isinstance(optimizer, Optimizer) else []
         if not tells:
             raise TypeError(
-                f"A {type(optimizer).__name__} does not tell of skipped steps. Pass the GradScaler "
-                "in its place, or the optimizer that went through amp.initialize."
+                f"{type(optimizer).__name__} does not report skipped steps. Pass the GradScaler "
+                "instead, or the optimizer that went through amp.initialize."
             )
 
         def after_step(one: Any, args: Any, kwargs: Any) -> None:
@@ -177,8 +177,8 @@ _ONLY_COMPILED = (
     "Skipped steps in a row: %d. Only the compiled program overflows: the step before them ran "
     "uncompiled, at a loss scale at least as high, and was finite. If it is finite with "
     'torch.compile(..., backend="aot_eager") too, Inductor is the cause: with the option '
-    '{"emulate_precision_casts": True} it rounds as uncompiled code does. Keep a part out of '
-    "compilation with torch.compiler.disable."
+    '{"emulate_precision_casts": True} it rounds as uncompiled code does. To exclude a part from '
+    "compilation, use torch.compiler.disable."
 )
 
 
@@ -189,7 +189,7 @@ def _has_compiled() -> bool:
 
 
 class _SkipsInARow:
-    """Counts skipped steps in a row, on the device; nobody waits for the count.
+    """Counts skipped steps in a row, on the device, without waiting for the count.
 
     `since_uncompiled` says that it begins behind a finite step that ran uncompiled.
     """

@@ -100,7 +100,7 @@ _RULES: tuple[tuple[str, Callable[[TensorReading], bool], str, str], ...] = (
     # normal number.
     ("underflow", lambda row: row.subnormal_share >= 0.05,
      "{row.subnormal_share:.0%} of the gradient subnormal and {zero:.0%} zero",
-     "where a gradient is subnormal, digits are missing. Use a dynamic loss scale, a larger one "
+     "subnormal gradients lose digits. Use a dynamic loss scale, a larger one "
      "(init_scale=, loss_scale=), or BF16 (levels O4, O5)."),
 )
 # fmt: on
@@ -138,7 +138,7 @@ def report(readings: Sequence[TensorReading]) -> str:
     steps = [row.step for row in readings if row.elements]
     if not steps:
         skipped = " (all metered steps were skipped)" if readings else ""
-        return f"The meter has read nothing yet{skipped}."
+        return f"The meter has no readings yet{skipped}."
     heads = ("parameter", "weights", "type", *METER_COUNTS[1:], "update/weight")
     lines: list[tuple[str, ...]] = [heads]
     for row in readings:
@@ -147,5 +147,5 @@ def report(readings: Sequence[TensorReading]) -> str:
             shares = (f"{x:.2%}" if row.elements else "-" for x in row.shares().values())
             ratio = "-" if math.isnan(row.update_ratio) else f"{row.update_ratio:.1e}"
             lines.append((row.parameter, f"{row.elements:,}", kind, *shares, ratio))
-    said = in_words(find(readings)) or "Nothing to be said against it."
+    said = in_words(find(readings)) or "No problem found."
     return "\n".join([f"Step {steps[-1]}", *aligned(lines, left=(0, 2)), "", said])

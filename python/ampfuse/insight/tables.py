@@ -1,4 +1,4 @@
-"""What the reports have in common: tables as text, and names of types."""
+"""What the reports have in common: tables as text, numbers, and names of types."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import torch
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float16"`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def figures(value: float, count: int) -> str:
+    """`value` with so many significant figures; large ones whole: ``"33.1"``, ``"1050"``."""
+    return f"{value:.0f}" if value >= 10**count - 0.5 else f"{value:.{count}g}"
 
 
 def aligned(lines: Sequence[Sequence[str]], *, left: Container[int]) -> list[str]:

@@ -30,14 +30,14 @@ def initialize(
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(
-            "Accelerate's FSDP replaces the parameters that a level has set up. Under FSDP2 leave "
-            "the level out: take an optimizer of ampfuse.optim, and mixed_precision='bf16' of "
-            "Accelerate. Levels work under fully_shard without Accelerate."
+            "Accelerate's FSDP replaces the parameters that a level has set up. With FSDP2 do not "
+            "use a level: use an optimizer of ampfuse.optim and Accelerate's "
+            "mixed_precision='bf16'. Without Accelerate, levels work with fully_shard."
         )
     if accelerator.mixed_precision != "no":
         raise ValueError(
-            f"The Accelerator has mixed_precision={accelerator.mixed_precision!r}, and a level "
-            "says what is computed in which type already: make it with mixed_precision='no'."
+            f"The Accelerator has mixed_precision={accelerator.mixed_precision!r}, but the level "
+            "already chooses the dtypes: create it with mixed_precision='no'."
         )
     result = amp.initialize(models, optimizers, opt_level=opt_level, **options)
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)

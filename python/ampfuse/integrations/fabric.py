@@ -69,9 +69,9 @@ class AmpFuse(Levels, Precision):
         if isinstance(fabric.strategy, ModelParallelStrategy):
             if not isinstance(model, _FabricModule):
                 raise ValueError(
-                    "ModelParallelStrategy makes new parameters, which these optimizers do not "
-                    "have. First model = fabric.setup_module(model), then the optimizer of "
-                    "model.parameters(), then plugin.setup(fabric, model, optimizer)."
+                    "ModelParallelStrategy replaces the parameters, so these optimizers have the "
+                    "old ones. Call model = fabric.setup_module(model), create the optimizer from "
+                    "model.parameters(), then call plugin.setup(fabric, model, optimizer)."
                 )
             self._initialize([model.module], optimizers)
             ready = [fabric.setup_optimizers(optimizer) for optimizer in optimizers]

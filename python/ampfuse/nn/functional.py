@@ -175,7 +175,8 @@ def normalize_rows(
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     if not shape or list(x.shape[-len(shape) :]) != shape:
         raise ValueError(
-            f"normalized_shape {tuple(shape)} is not how x ends, which has shape {tuple(x.shape)}."
+            f"normalized_shape {tuple(shape)} does not match the last dimensions of x, which has "
+            f"shape {tuple(x.shape)}."
         )
     if eps is None:
         eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
@@ -244,13 +245,13 @@ def split_qkv(packed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         Three tensors of shape (..., heads, tokens, width).
 
     Raises:
-        ValueError: the last dimension of `packed` is no multiple of ``3 * heads``.
+        ValueError: the last dimension of `packed` is not a multiple of ``3 * heads``.
 
     Source: the packed projections of GPT-2 (Radford et al. 2019) and of timm's ``Attention``.
     """
     if packed.dim() < 2 or packed.shape[-1] % (3 * heads):
         raise ValueError(
-            f"packed has to be (..., tokens, {3 * heads} * width); it is {tuple(packed.shape)}."
+            f"packed must have shape (..., tokens, {3 * heads} * width), got {tuple(packed.shape)}."
         )
     q, k, v = (part.unflatten(-1, (heads, -1)).transpose(-3, -2) for part in packed.chunk(3, -1))
     return q, k, v
@@ -276,7 +277,7 @@ def patch_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     Source: the patch embedding of ViT (Dosovitskiy et al. 2020), ``F.conv2d``.
     """
     if not has_patches(x, weight):
-        raise ValueError(f"x, {tuple(x.shape)}, has no patches of weight, {tuple(weight.shape)}.")
+        raise ValueError(f"weight {tuple(weight.shape)} does not fit x, {tuple(x.shape)}.")
     height, width = weight.shape[2:]
     rows, columns = x.shape[2] // height, x.shape[3] // width
     patches = x[:, :, : rows * height, : columns * width]
@@ -340,7 +341,7 @@ def cross_entropy(
 
     Raises:
         ValueError: an unknown reduction, a smoothing out of its range.
-        IndexError: on the CPU, a target that is no class. On a GPU its loss is NaN.
+        IndexError: on the CPU, a target that is not a class. On a GPU its loss is NaN.
 
     Source: ``F.cross_entropy``; Milakov & Gimelshein 2018 for the maximum found on the way.
     """
@@ -349,7 +350,7 @@ def cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none", not {reduction!r}.')
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be from 0 to 1, not {label_smoothing}.")
+        raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}.")
     rows = _rows(input, target, weight)
     if rows is None:
         if input.dtype in HALF_DTYPES:
@@ -434,8 +435,8 @@ def linear_cross_entropy(
     """
     if target.shape != x.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(
-            f"target must be int64 and of shape {tuple(x.shape[:-1])}, as x without its features; "
-            f"it is {target.dtype} of shape {tuple(target.shape)}."
+            f"target must be int64 of shape {tuple(x.shape[:-1])}, that of x without the last "
+            f"dimension; got {target.dtype} of shape {tuple(target.shape)}."
         )
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

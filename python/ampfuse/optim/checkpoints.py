@@ -148,7 +148,7 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"the state dict has no {key!r}, but {list(state_dict)}")
+            raise ValueError(f"the state dict has no {key!r}; its keys are {list(state_dict)}")
     names = iter(optimizer._rows.parameter_names())
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         if len(own["params"]) != len(saved["params"]):
@@ -204,9 +204,9 @@ def _check_is_own(optimizer: Any, algorithm: Algorithm, state: dict[str, Any], n
         return
     whose = " or ".join(kind for kind in keys if strange <= keys[kind]) or "another optimizer"
     raise ValueError(
-        f"the state dict is of {whose}, with {' and '.join(sorted(strange))} for {name}, which "
-        f"{type(optimizer).__name__} does not use. Leave its 'state' empty to start anew. "
-        "Nothing was loaded."
+        f"the state dict is from {whose}: it has {' and '.join(sorted(strange))} for {name}, which "
+        f"{type(optimizer).__name__} does not use. Set its 'state' to {{}} to start with a new "
+        "state. Nothing was loaded."
     )
 
 
@@ -214,7 +214,7 @@ def _check_has(keys: list[str], state: dict[str, Any], name: str) -> None:
     for key in keys:
         if state.get(key) is None:
             raise ValueError(
-                f"{key} for {name} is missing in the state dict; there are {', '.join(state)}. "
+                f"{key} for {name} is missing in the state dict, which has {', '.join(state)}. "
                 "Nothing was loaded."
             )
 
@@ -223,6 +223,6 @@ def _check_shape(key: str, value: Any, shape: tuple[int, ...], name: str) -> Non
     if value is not None and tuple(getattr(value, "shape", ())) != shape:
         what = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is {value!r}"
         raise ValueError(
-            f"{key} for {name} {what} in the state dict; it must be a tensor of shape {shape}, as "
-            "the model of this optimizer has it. Nothing was loaded."
+            f"{key} for {name} {what} in the state dict; it must be a tensor of shape {shape}. "
+            "Nothing was loaded."
         )

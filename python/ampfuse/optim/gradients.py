@@ -104,8 +104,8 @@ class WithGradients(WithOptions, Optimizer):
     def _check_not_swapped(self, what: str) -> None:
         if self._swapped:
             raise RuntimeError(
-                f"{what} inside a swap_ema block, where the model has its averages; do that after "
-                "the block"
+                f"{what} is not possible in a swap_ema block, where the model has its averages; "
+                "do it after the block"
             )
 
     # --- gradients ------------------------------------------------------------------------------

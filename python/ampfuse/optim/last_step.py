@@ -108,8 +108,8 @@ class SkipWatch:
         count, row = map(int, look.values())
         if count.bit_length() > self._seen.bit_length():
             _log.warning(
-                "A step was skipped and changed nothing, as the gradient of %s was not finite: %d "
-                "of %d so far. amp.explain_overflow finds the operation where that began; "
+                "A step was skipped because the gradient of %s was not finite: %d of %d steps so "
+                "far. amp.explain_overflow finds the operation where it originated; "
                 "skip_nonfinite=False applies such steps.",
                 table.name(row) if 0 <= row < len(table) else "another process",
                 count,

@@ -344,7 +344,7 @@ def muon_groups(
     for what, names, known in (("heads", heads or (), modules), ("split", asked, last_names)):
         for name in names:
             if name not in known:
-                raise ValueError(f"{what} names {name!r}, but the model has nothing of that name")
+                raise ValueError(f"{what} has {name!r}, but nothing in the model has that name")
     found = dict.fromkeys(heads, "the head") if heads is not None else _heads(modules)
     tied = {module.weight: "an embedding" for module in modules.values() if _is_embedding(module)}
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -465,7 +465,7 @@ class _Weight:
         if self._name == "weight" or is_layer or experts or _PRODUCT.search(name):
             return None
         return (
-            "not of a known layer, and its name does not say that it is a matrix; "
+            "not of a known layer, and not a matrix by its name; "
             f"split={{{self.part!r}: 1}} gives it to Muon"
         )
 
@@ -514,8 +514,8 @@ class _Weight:
                     return sizes, f"queries, keys and values {reason}"
         if name in (*_QKV, *_HALVES) and (outputs > inputs or name != "in_proj"):
             return None, (
-                "one matrix: its name is that of fused projections, whose sizes and order are "
-                f"unknown; split={{{self.part!r}: [...]}} gives them"
+                "one matrix: fused projections by its name, whose sizes and order are unknown; "
+                f"split={{{self.part!r}: [...]}} gives them"
             )
         return None
 

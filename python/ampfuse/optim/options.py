@@ -139,8 +139,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     masters = options.get("master_weights", False)
     if options.get("rounding") == "stochastic" and masters:
         raise ValueError(
-            "rounding='stochastic' is for BF16 parameters without masters, and master_weights "
-            f"is {masters!r}: masters lose nothing. Leave one of the two out."
+            "rounding='stochastic' is for BF16 parameters without masters, but master_weights "
+            f"is {masters!r}. Leave one of the two out."
         )
 
 

@@ -187,8 +187,8 @@ class States(Component):
         if name not in algorithm.storages:
             storages = " or ".join(map(repr, algorithm.storages))
             raise ValueError(
-                f"{type(optimizer).__name__} does not support state_dtype={name!r}, states in "
-                f"{STORAGES[name].bits} bits; use {storages}"
+                f"{type(optimizer).__name__} does not support state_dtype={name!r} (states in "
+                f"{STORAGES[name].bits} bits); use {storages}"
             )
         return name
 
@@ -286,7 +286,7 @@ class States(Component):
                 raise ValueError(
                     f"{stored.name} of {table.name(row)} must have the parameter's shape "
                     f"{tuple(param.shape)}, got {tuple(found[0].shape)}. Delete the state to start "
-                    "anew."
+                    "again."
                 )
             stored.fit(state, param, storage, self._fresh_value)
             keys = storage.keys(stored.name)

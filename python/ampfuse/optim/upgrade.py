@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -73,8 +74,8 @@ def check_upgrade(
     if fused_class(stepper) is None:
         if master_weights == "split":
             raise TypeError(
-                f"master_weights='split' needs a fused optimizer, and {type(stepper).__name__} has "
-                "a step of its own. Use one of ampfuse.optim, or master_weights=True."
+                f"master_weights='split' needs a fused optimizer, but {type(stepper).__name__} has "
+                "a custom step(). Use an optimizer of ampfuse.optim, or master_weights=True."
             )
         return
     if isinstance(stepper, FusedOptimizer):
@@ -141,6 +142,9 @@ class GenericOptimizer(AmpOptimizer):
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         if is_empty(self):
             return step(self, *args, **kwargs)
+        rates = (group.get("lr") for group in self.param_groups)
+        if any(isinstance(rate, float) and math.isnan(rate) for rate in rates):
+            raise ValueError("Invalid learning rate: nan")
         table = self.param_table()
         scale = self.__dict__.get("grad_scale")
         if scale is not None:

@@ -14,14 +14,14 @@ def main(argv: list[str] | None = None) -> None:
     """Run the script that `argv` (default: ``sys.argv[1:]``) names, as ``python`` would."""
     parser = argparse.ArgumentParser(
         prog="python -m ampfuse.compat.apex",
-        description="Run a script that imports apex on ampfuse, unchanged.",
+        description="Run an unmodified script that imports apex on ampfuse.",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module name")
     parser.add_argument("script", metavar="SCRIPT", help="the script, as given to python")
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
     options = parser.parse_args(argv)
     if not options.module and not os.path.exists(options.script):
-        parser.error(f"there is no file {options.script}")
+        parser.error(f"no such file: {options.script}")
 
     # As python sets them, before looking for another apex: one may lie beside the script.
     folder = os.path.dirname(os.path.abspath(options.script))

@@ -31,8 +31,8 @@ class LeftOut(importlib.abc.MetaPathFinder):
             name = fullname.replace(_HERE, "apex", 1)
             # By another name than the one that Python asked for: of that, it would say nothing.
             raise ModuleNotFoundError(
-                f"ampfuse leaves out {name}: use {instead_of(name)}; docs/from_apex.md lists what "
-                "becomes of apex's names.",
+                f"ampfuse does not provide {name}: use {instead_of(name)}; docs/from_apex.md lists "
+                "what replaces apex's names.",
                 name=name,
             )
 
@@ -61,11 +61,11 @@ def install() -> ModuleType:
     other = installed_apex()
     if other is not None and "apex" in sys.modules:
         raise RuntimeError(
-            f"The apex at {other} has been imported already. Call ampfuse.compat.apex.install() "
-            "before anything imports apex, or leave it out to stay with that one."
+            f"The apex at {other} has already been imported. Call ampfuse.compat.apex.install() "
+            "before anything imports apex, or do not call it and keep that one."
         )
     if other is not None:
-        which = f"apex is ampfuse's ({_HERE}), although another one is installed at {other}."
+        which = f"`import apex` finds ampfuse's ({_HERE}), although {other} is installed."
         warnings.warn(which, stacklevel=2)
     return take_names()
 

@@ -131,7 +131,7 @@ def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, given: Numbers) -> No
     `mode` 0: norms and decay act on the gradient, before the moment; 1: on the moment.
     """
     if (kind := given["norm_type"]) not in (0, 2):
-        raise RuntimeError(f"multi_tensor_novograd: norm_type is 2, or 0 for the maximum: {kind}")
+        raise RuntimeError(f"multi_tensor_novograd: norm_type must be 0 (maximum) or 2, not {kind}")
     # An average that started at the first norm would not be corrected without init_zero.
     given |= {"init_zero": True, "reg_inside_moment": 1 - given["mode"]}
     _step("novograd", lists, given, norm_averages=given["grad_norms"].detach())

@@ -48,7 +48,7 @@ class _FusedNorm(nn.Module):
     def __init__(self, given: dict[str, Any]) -> None:
         if self._mixed and not given["elementwise_affine"]:
             name = type(self).__name__
-            raise RuntimeError(f"{name} has weights; without, use the class that is not Mixed.")
+            raise RuntimeError(f"{name} has weights; to have none, use the class without Mixed.")
         memory_efficient = given.pop("memory_efficient")  # accepted and without effect
         super().__init__(**given)
         self.memory_efficient = memory_efficient

@@ -21,12 +21,12 @@ def rows(name: str, lists: TensorLists, depth: int) -> list[list[Tensor]]:
     Shapes in a row may differ, but not orders of memory that would pair other elements.
     """
     if len(lists) != depth:
-        raise RuntimeError(f"{name} takes {depth} list(s) of tensors, not {len(lists)}.")
+        raise RuntimeError(f"{name} takes {depth} list(s) of tensors, got {len(lists)}.")
     if not lists[0]:
         raise RuntimeError(f"{name}: the first list is empty.")
     for k, tensors in enumerate(lists):
         if (count := len(tensors)) != len(lists[0]):
-            raise RuntimeError(f"{name}: list 0 has {len(lists[0])} tensors, list {k} {count}.")
+            raise RuntimeError(f"{name}: list 0 has {len(lists[0])} tensors, list {k} has {count}.")
         for i, (first, tensor) in enumerate(zip(lists[0], tensors, strict=True)):
             if not any(tensor.is_contiguous(memory_format=each) for each in _FORMATS):
                 where = f"{name}: tensor {i} of list {k}"
@@ -66,8 +66,8 @@ def typed_rows(name: str, lists: TensorLists, *kinds: str) -> dict[str, list[Ten
             allowed = known.get(letter, FLOAT_DTYPES)
             if tensor.dtype not in allowed:
                 raise RuntimeError(
-                    f"{name}: tensor {i} of list {k} is {tensor.dtype}; it takes "
-                    f"{', '.join(map(str, allowed))}, beside {row[0].dtype} in list 0."
+                    f"{name}: tensor {i} of list {k} is {tensor.dtype}; it must be "
+                    f"{' or '.join(map(str, allowed))}, as list 0 has {row[0].dtype} there."
                 )
             known.setdefault(letter, (tensor.dtype,))
     return dict(zip(names, found, strict=True))

@@ -117,7 +117,7 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
         ValueError: `parts` is a string, or holds another name.
     """
     if isinstance(parts, str) or any(part not in PARTS for part in parts):
-        raise ValueError(f'parts is {parts!r}; it has to list some of {PARTS}, as ["norms"] does.')
+        raise ValueError(f'parts must list some of {PARTS}, such as ["norms"], got {parts!r}.')
     model = eager_module(model)
     modules = dict(model.named_modules())
     report = FusionReport()
@@ -203,7 +203,7 @@ def _unknown(norm: nn.Module) -> str | None:
         return "fused in itself"
     if norms.is_batch_norm2d(norm) or _part_of(norm)[1]:
         return None
-    return f"a {type(norm).__name__} has no fused form"
+    return f"{type(norm).__name__} has no fused version"
 
 
 def _fuse_in(

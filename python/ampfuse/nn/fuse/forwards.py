@@ -96,7 +96,7 @@ def free_forward(module: nn.Module) -> tuple[Any, str]:
         raise Untraceable("already fused")
     # A bound method that was pickled is the one of the class now.
     if present is not None and getattr(present, "__func__", None) is not cls.forward:
-        raise Untraceable(f"this {cls.__name__} has a forward of its own")
+        raise Untraceable(f"this {cls.__name__} has a custom forward")
     return cls, attribute
 
 
@@ -192,7 +192,7 @@ def _variant(
     """The method that runs the graph of `owner` for `call`, and what is fused in it."""
     graph, other = (trace(owner, cls, call, values) for values in (Tensor, list))
     if str(graph) != str(other):
-        raise Untraceable(f"{cls.__name__}.forward asks for the type of what a module returns")
+        raise Untraceable(f"{cls.__name__}.forward checks the type of a module's output")
     fused: dict[nn.Module, str] = {}
     for rewrite in rewrites:
         for path, what in rewrite(graph, owner).items():

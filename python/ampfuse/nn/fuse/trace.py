@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Untraceable(Exception):
-    """A forward that is no graph; the message says why."""
+    """A forward that cannot be traced; the message says why."""
 
 
 class Call(NamedTuple):
@@ -80,7 +80,7 @@ def trace(module: nn.Module, cls: type[nn.Module], call: Call, values: type) -> 
             graph = _Tracer(call, values).trace(stand_in)
         except Exception as error:  # whatever this forward does with a proxy
             reason = str(error).strip().split("\n")[0]
-            raise Untraceable(f"{cls.__name__}.forward is no graph: {reason}") from error
+            raise Untraceable(f"{cls.__name__}.forward cannot be traced: {reason}") from error
     if random.getstate() != drawn:
         random.setstate(drawn)
         raise Untraceable(f"{cls.__name__}.forward draws random numbers")
@@ -173,7 +173,7 @@ class _OnlyOfArguments(TorchFunctionMode):
     ) -> Any:
         if not any(issubclass(t, fx.Proxy) for t in types):
             name = getattr(func, "__name__", func)
-            raise Untraceable(f"it computes {name} of none of its arguments")
+            raise Untraceable(f"it computes {name} from none of its arguments")
         return func(*args, **(kwargs or {}))
 
 

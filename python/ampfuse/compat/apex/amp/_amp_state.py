@@ -46,7 +46,7 @@ def warn_or_err(message: str) -> None:
     """RuntimeError with `message`; a warning if ``_amp_state.hard_override`` is set."""
     if not _amp_state.hard_override:
         raise RuntimeError(message)
-    warnings.warn(f"{message} (hard_override is set: done nevertheless)", stacklevel=3)
+    warnings.warn(f"{message} (hard_override is set: continuing anyway)", stacklevel=3)
 
 
 def maybe_print(message: str, rank0: bool = False) -> None:

@@ -102,9 +102,9 @@ def initialize(models: Any, given: dict[str, Any]) -> Any:
     listed = _as_list(optimizers)
     if any(isinstance(optimizer, FP16_Optimizer) for optimizer in listed):
         raise RuntimeError(
-            "amp.initialize makes FP32 masters and scales the loss itself, and so does "
-            "FP16_Optimizer: give it the optimizer inside (fp16_optimizer.optimizer, made anew), "
-            "or keep FP16_Optimizer and leave amp out."
+            "amp.initialize does not support FP16_Optimizer: both create FP32 masters and scale "
+            "the loss. Pass a new optimizer that is not wrapped, or keep FP16_Optimizer and do not "
+            "use amp."
         )
     if not (isinstance(count := given["num_losses"], int) and count >= 1):
         raise ValueError(f"num_losses must be an integer of at least 1, not {count!r}.")

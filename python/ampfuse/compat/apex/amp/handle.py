@@ -56,7 +56,7 @@ def scale_loss(
             _report_overflows(session, loss_id, listed)
 
 
-# Of passes that nobody has told of yet: the scaler's number; flags of its optimizers and its scale.
+# Passes not reported yet: the number of the scaler; its scale and the flags of its optimizers.
 _passes: deque[tuple[int, Sample]] = deque()
 
 
@@ -151,7 +151,7 @@ class AmpHandle(NoOpHandle):
 
     def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            "A handle scales no loss itself. Use optimizer = handle.wrap_optimizer(optimizer) and "
+            "A handle does not scale losses. Use optimizer = handle.wrap_optimizer(optimizer) and "
             "optimizer.scale_loss(loss); or amp.initialize and amp.scale_loss(loss, optimizer)."
         )
 
@@ -187,7 +187,7 @@ class OptimWrapper:
             return self._optimizer.step(closure) if closure else self._optimizer.step()
         if closure is not None:
             instead = "Use amp.initialize and amp.scale_loss, and call scale_loss in the closure."
-            raise NotImplementedError(f"A wrapped optimizer takes no closure. {instead}")
+            raise NotImplementedError(f"A wrapped optimizer does not support closures. {instead}")
         self._loss_idx = 0
         return self._optimizer.step()
 

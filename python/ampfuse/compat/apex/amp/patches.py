@@ -51,8 +51,8 @@ def _refusing_half(function: Any) -> Any:
 
     def refuse(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{name} may leave the range of {x.dtype}. Cast its tensor first, x.float(); or call "
-            f"{other}, which gives float32 at O1 and O4."
+            f"{name} may leave the range of {x.dtype}. Call it on x.float(), or use {other}, which "
+            "returns float32 at O1 and O4."
         )
 
     return _where_half(function, refuse)

@@ -49,7 +49,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         for param in parameters(inner):
             if param.requires_grad and param.dtype not in FLOAT_DTYPES:
                 found = f"A parameter of shape {tuple(param.shape)} is {param.dtype}"
-                raise TypeError(f"{found}; FP16_Optimizer takes float16, bfloat16 and float32.")
+                raise TypeError(f"{found}; it must be float16, bfloat16 or float32.")
         is_dynamic = given["dynamic_loss_scale"]
         scaler = LossScaler("dynamic" if is_dynamic else given["static_loss_scale"], **options)
         if any(p.is_cpu and p.dtype in HALF_DTYPES for p in parameters(inner)):
@@ -104,7 +104,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
             with scaled_pass(torch.zeros((), device=device), [optimizer], scaler, False, False):
                 pass
         elif optimizer.param_table().gradients.has_new():
-            # Of somebody's own backward of loss * optimizer.loss_scale.
+            # From the user's own backward of loss * optimizer.loss_scale.
             optimizer.end_backward(scaler.snapshot(device), scaler.dynamic)
             scaler.update([optimizer.found_inf_flag])
         self._remember_overflow()
@@ -216,7 +216,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self.overflow = state.get("overflow", False)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise RuntimeError("An FP16_Optimizer does not pickle; save its state_dict() instead.")
+        raise RuntimeError("FP16_Optimizer cannot be pickled; save its state_dict() instead.")
 
 
 def _scaling(saved: Any) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
         options = dict(given)
         if options.pop("amsgrad", False):
             name = type(self).__name__
-            raise RuntimeError(f"{name} has no AMSGrad variant; ampfuse.optim.Adam has.")
+            raise RuntimeError(f"{name} does not support AMSGrad; ampfuse.optim.Adam does.")
         self.set_grad_none = options.pop("set_grad_none", True)
         for name in _FLAGS & options.keys():
             options[_RENAMED.get(name, name)] = bool(options.pop(name))

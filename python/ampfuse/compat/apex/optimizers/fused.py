@@ -57,11 +57,11 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
     def construct(self, given: dict[str, Any]) -> None:
         self.capturable = given.pop("capturable", False)
         if given.get("master_weights") and not self.capturable:
-            raise RuntimeError("FusedAdam takes master_weights=True with capturable=True only.")
+            raise RuntimeError("FusedAdam supports master_weights=True only with capturable=True.")
         names = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
         old = {name: given.pop(name) for name in names}
         if old["eps_inside_sqrt"]:
-            found = "FusedAdam adds eps outside of the square root, as torch does"
+            found = "FusedAdam only adds eps outside of the square root, as torch does"
             raise RuntimeError(f"{found}. Use fused_adam_cuda.adam with eps_mode=0.")
         self._of_2019 = any(value is not None for value in old.values())
         super().construct({"adam_w_mode": True, **given})
@@ -85,7 +85,7 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
         """
         names, given = _GIVEN_UP, (grads, output_params, scale, grad_norms)
         if refused := [n for n, value in zip(names, given, strict=True) if value is not None]:
-            found = f"FusedAdam.step takes no {', '.join(refused)}: gradients are read from .grad"
+            found = f"FusedAdam.step has no {', '.join(refused)}: gradients are read from .grad"
             raise RuntimeError(f"{found}, and amp or a GradScaler unscales them.")
         with stepped_by_grad_scaler(self, driver):
             if not self._of_2019:
@@ -236,7 +236,7 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
 
     def construct(self, given: dict[str, Any]) -> None:
         if (kind := given["norm_type"]) not in (0, 2):
-            raise RuntimeError(f"FusedNovoGrad's norm_type is 2, or 0 for the maximum: {kind}")
+            raise RuntimeError(f"FusedNovoGrad: norm_type must be 0 (maximum) or 2, not {kind}")
         super().construct(given)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -256,8 +256,8 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
                     k for k, half in zip(group["params"], are_half, strict=True) if half == is_half
                 ]
                 if len(keys) != len(values):
-                    found = f"The state holds norms of {len(values)} parameters"
-                    raise ValueError(f"{found} where there are {len(keys)}. Nothing was loaded.")
+                    found = f"The state has norms of {len(values)} parameters"
+                    raise ValueError(f"{found}, the optimizer has {len(keys)}. Nothing was loaded.")
                 for key, value in zip(keys, values, strict=True):
                     state.setdefault(key, {})["exp_avg_norm"] = value.detach().clone()
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})

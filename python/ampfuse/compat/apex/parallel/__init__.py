@@ -38,8 +38,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     )
     def __init__(self, given: dict[str, Any]) -> None:
         if given["shared_param"] is not None:
-            found = "shared_param has no meaning: shared parameters need no word"
-            raise ValueError(f"{found}. Where some get no gradient pass delay_allreduce=True.")
+            found = "shared_param is not supported: shared parameters work without it"
+            raise ValueError(f"{found}. If some get no gradient, pass delay_allreduce=True.")
         super().__init__(
             given["module"],
             find_unused_parameters=bool(given["delay_allreduce"]),
@@ -160,8 +160,8 @@ def create_syncbn_process_group(group_size: int) -> Any:
     if group_size == 0:
         return None
     if group_size < 0 or dist.get_world_size() % group_size:
-        found = f"{dist.get_world_size()} processes do not make groups of {group_size}"
-        raise ValueError(f"{found}: pass a divisor of their number.")
+        found = f"{dist.get_world_size()} processes cannot form groups of {group_size}"
+        raise ValueError(f"{found}: group_size must divide the number of processes.")
     return dist.new_subgroups(group_size)[0]
 
 
