@@ -458,7 +458,7 @@ def test_two_optimizers_of_one_parameter_are_told(caplog):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_a_model_on_the_meta_device_is_refused(level):
     model = nn.Linear(4, 4, device="meta")
-    with pytest.raises(RuntimeError, match="'weight' is on the meta device.*Materialize it"):
+    with pytest.raises(RuntimeError, match=r"'weight' is on the meta device.*Materialize it"):
         amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
 
 

@@ -105,8 +105,7 @@ def test_who_is_faster_is_said_of_the_fastest_arms_beyond_their_spread(report):
     assert [line[-1] for line in cells(lines[:3])] == ["**1.50x**", "**1.20x**", "**0.62x**"]
     assert (
         "ampfuse is faster for GPT (1.50x); as fast (the ranges overlap) for ViT-S/16 (1.20x); "
-        "slower for ResNet-50 (0.62x)."
-        in lines[4]
+        "slower for ResNet-50 (0.62x)." in lines[4]
     )
 
 

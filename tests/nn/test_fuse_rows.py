@@ -165,9 +165,7 @@ def test_parts(parts, fused):
     assert passes(model, x)[1] == 2 * ("norms" in parts)
     assert passes(model, x, op="activation")[1] == ("activations" in parts)
     for wrong in (["norm"], "norms"):
-        with pytest.raises(
-            ValueError, match=r'parts must list .*, such as \["norms"\], got '
-        ):
+        with pytest.raises(ValueError, match=r'parts must list .*, such as \["norms"\], got '):
             fuse(model, wrong)
 
 
