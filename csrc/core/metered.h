@@ -39,7 +39,8 @@ struct Metered : Op {
   template <class F>
   HD static Marks marks(const F (&x)[kLists], DType half, DType split, DType gradient) {
     Marks marks;
-    marks.changed = differ_as(half, weight_of(split, x[kOld]), weight_of(split, x[kParam]));
+    marks.changed =
+        differ_as(half, model_weight_of(split, x[kOld]), model_weight_of(split, x[kParam]));
     marks.moved = differ_as(DType::kFloat32, x[kOld], x[kParam]);
     marks.zero = below(x[kGrad], bits_float(1));
     marks.tiny = below(x[kGrad], smallest_normal(gradient));

@@ -214,7 +214,7 @@ HD void pass_row(const NnArgs& args, int64_t row, const float* affine, float (&c
   if constexpr (kStage < Op::kStages) {
     float sums[Op::kSums];
     sum_row<Isa>(stage, columns, sums);
-    Op::template settle<kStage>(args, row, sums, coef);
+    Op::template finish_stage<kStage>(args, row, sums, coef);
     pass_row<Isa, Op, kLists, Lanes, kStage + 1>(args, row, affine, coef);
   } else {
     const float* biases = affine + coef_stride(args.image);

@@ -252,7 +252,7 @@ void upload(DeviceColumns& columns, const TableView& host, const Changes& change
     if (!(changes.lists & bit(list))) continue;
     const DType* dtype = host.dtype + list * rows;
     const bool plain = std::all_of(dtype, dtype + rows, is_plain);
-    columns.compact = (columns.compact & ~bit(list)) | (plain ? 0 : bit(list));
+    columns.encoded = (columns.encoded & ~bit(list)) | (plain ? 0 : bit(list));
     upload.add(view.dtype + list * rows, dtype, rows);
   }
   if (changes.hyper) {

@@ -20,7 +20,7 @@
 
 namespace ampfuse {
 
-// One set of columns and the scratch memory beside them.
+// One set of columns with its scratch memory.
 struct DeviceColumns {
   std::shared_ptr<void> memory;
   std::vector<char>
@@ -29,16 +29,16 @@ struct DeviceColumns {
   // Blocks that have arrived, of each row and of the table; zero between launches.
   unsigned* tickets = nullptr;  // [rows + 1]
   unsigned present = 0;         // lists that some row has
-  unsigned compact = 0;         // ... in a compact type
+  unsigned encoded = 0;         // ... in an encoded type
 };
 
 class DeviceTable : public TableCache {
  public:
   ~DeviceTable() override;
 
-  // Columns that work queued on `stream` from now on sees up to date.
+  // Columns that are up to date for work queued on `stream` from now on.
   const DeviceColumns& acquire(Table& table, cudaStream_t stream);
-  // To be called when that work has been queued.
+  // Must be called when that work has been queued.
   void release(cudaStream_t stream);
 
  private:
@@ -68,7 +68,7 @@ class TableUse {
 
   // What a pass over them begins with.
   DevicePass pass() const {
-    DevicePass pass{columns_.view, columns_.present, columns_.compact, columns_.tickets, stream_};
+    DevicePass pass{columns_.view, columns_.present, columns_.encoded, columns_.tickets, stream_};
     pass.view.only = only_;
     return pass;
   }

@@ -11,7 +11,7 @@ namespace ampfuse {
 // One pass over a table.
 struct DevicePass {
   TableView view;
-  unsigned present, compact;  // lists that some row of it has, or has in a compact type
+  unsigned present, encoded;  // lists that some row of it has, or has in an encoded type
   unsigned* tickets;          // see DeviceColumns
   cudaStream_t stream;
   const StepState* state = nullptr;  // nothing happens if it says skip

@@ -77,7 +77,7 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
   float lane[kCount][kPack] = {};
   Sums<Op> sums = {};
   int done = 0;
-  if constexpr (count_lists(kReads) == 1 && kWrites == 0 && !Slice::Column::kCompact) {
+  if constexpr (count_lists(kReads) == 1 && kWrites == 0 && !Slice::Column::kEncoded) {
     constexpr int kList = count_lists((kReads & -kReads) - 1);
     const auto& column = slice.columns[kList];
     constexpr int kStride = tiles_in_flight(kReads) * kTile;
@@ -100,7 +100,7 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
 
 // Measures the block's chunk; its partials are in the table then. Counts in `meter` if the op is
 // metered.
-template <class Op, unsigned kMissing, Compact kCompact = Compact::kNone>
+template <class Op, unsigned kMissing, Encoded kEncoded = Encoded::kNone>
 __device__ void measure_chunk(const TableView& view, float a, float b, const Meter& meter = {}) {
   constexpr int kCount = Sums<Op>::kCount;
   const Chunk chunk = view.chunks[blockIdx.x];
@@ -115,7 +115,7 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
   const int64_t first = chunk.index * kChunk;
   const int64_t rest = view.numel[chunk.row] - first;
   const int n = rest < kChunk ? int(rest) : int(kChunk);
-  using Slice = RowSlice<ListColumn<kCompact>>;
+  using Slice = RowSlice<ListColumn<kEncoded>>;
   constexpr unsigned kUsed = (Op::kReads | Op::kWrites) & ~kMissing;
   const Slice slice(std::integral_constant<unsigned, kUsed>(), view, chunk.row, first);
 
@@ -155,11 +155,11 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
 // Blocks per multiprocessor to have registers for. LAMB's four lists spill with 80 registers, and
 // two blocks of them have 57 KB of loads in flight; five spill with 128, and so do three of a
 // metered op.
-HD constexpr int measuring_blocks(unsigned used, bool metered, Compact lists_of_compact) {
-  const bool compact = lists_of_compact != Compact::kNone;
+HD constexpr int measuring_blocks(unsigned used, bool metered, Encoded encoded_lists) {
+  const bool encoded = encoded_lists != Encoded::kNone;
   const int lists = count_lists(used);
   if (metered) return 1;
-  return (lists == 1 ? 4 : lists <= 3 ? 3 : lists == 4 ? 2 : 1 + compact) / (compact ? 2 : 1);
+  return (lists == 1 ? 4 : lists <= 3 ? 3 : lists == 4 ? 2 : 1 + encoded) / (encoded ? 2 : 1);
 }
 
 // Where a pass leaves the norm and the largest magnitude of each row: [measures][rows], either may
@@ -212,9 +212,9 @@ __device__ inline void finish_row(const TableView& view, int measures, const Row
   if (lane == 0) out.set(m * view.rows + row, norm_of(sum), bits_float(bits));
 }
 
-template <class Op, unsigned kMissing, Compact kCompact>
+template <class Op, unsigned kMissing, Encoded kEncoded>
 __global__ void __launch_bounds__(kLanes, measuring_blocks((Op::kReads | Op::kWrites) & ~kMissing,
-                                                           Op::kMetered, kCompact))
+                                                           Op::kMetered, kEncoded))
     measure_kernel(TableView view, RowNorms out, unsigned* tickets, const StepState* state,
                    Meter meter) {
   if (state != nullptr && state->skip != 0) return;
@@ -222,18 +222,18 @@ __global__ void __launch_bounds__(kLanes, measuring_blocks((Op::kReads | Op::kWr
   finish_empty_rows(view, kCount, out);
   if (blockIdx.x >= view.chunk_count) return;  // a table without elements: one block and no chunk
   if (!view.is_meant(view.chunks[blockIdx.x].row)) return;
-  measure_chunk<Op, kMissing, kCompact>(view, 0, 0, meter);
+  measure_chunk<Op, kMissing, kEncoded>(view, 0, 0, meter);
   finish_row(view, kCount, out, tickets);
 }
 
 template <class Op>
 void measure(const DevicePass& pass) {
   if (pass.view.rows == 0) return;
-  // Two instances are enough: a metered step is rare, and so are compact types that are measured.
+  // Two instances are enough: a metered step is rare, and so are encoded types that are measured.
   constexpr unsigned kOneOf = Op::kMetered ? bit(kUnscaled) : 0;
-  with_instance<Op, (Op::kReads | Op::kWrites) & ~kOneOf>(pass, [&](auto missing, auto compact) {
-    constexpr auto kCompact = compact == Compact::kNone ? Compact::kNone : Compact::kAll;
-    launch(Kernel{Op::kName, measure_kernel<Op, missing, kCompact>},
+  with_instance<Op, (Op::kReads | Op::kWrites) & ~kOneOf>(pass, [&](auto missing, auto encoded) {
+    constexpr auto kEncoded = encoded == Encoded::kNone ? Encoded::kNone : Encoded::kAll;
+    launch(Kernel{Op::kName, measure_kernel<Op, missing, kEncoded>},
            pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream, pass.view,
            RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);
   });

@@ -9,11 +9,11 @@
 #include <type_traits>
 
 #include "block_reduce.cuh"
-#include "lanes.cuh"
 #include "launch.cuh"
 #include "nn.cuh"
 #include "pack.cuh"
 #include "rows.cuh"
+#include "vector.cuh"
 
 namespace ampfuse {
 namespace {

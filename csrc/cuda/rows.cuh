@@ -26,7 +26,7 @@ __device__ inline void assume_type([[maybe_unused]] const NnArgs& args) {
 template <DType kType>
 struct RowPacks {
   static constexpr DType dtype = kType;
-  static constexpr bool kCompact = false, kSplit = false;
+  static constexpr bool kEncoded = false, kSplit = false;
   char* data;
   bool aligned;
 
@@ -283,7 +283,7 @@ struct RowPass {
       });
       float sums[Op::kSums];
       sum_groups(value, sums);
-      if (exists) Op::template settle<kStage>(args, row, sums, coef);
+      if (exists) Op::template finish_stage<kStage>(args, row, sums, coef);
       run<kStage + 1, (kKnown | kRead | kWritten)>();
     } else {
       for_packs([&](int slot, Column c, int count) {

@@ -120,7 +120,7 @@ void ParamTable::set_states(int64_t index, const std::optional<States>& states,
   const StorageInfo& stored = storage_of(storage);
   const size_t count = states ? states->size() : 0;
   TORCH_CHECK_VALUE(count <= kMaxStates, "a row has at most three states");
-  TORCH_CHECK(stored.block == 0 || info(row.algorithm).packable, info(row.algorithm).name,
+  TORCH_CHECK(stored.block == 0 || info(row.algorithm).quantizable, info(row.algorithm).name,
               " keeps no states in ", storage);
   const auto check = [&](const at::Tensor& tensor, const auto&... what) {
     TORCH_CHECK(is_laid_out_as(tensor, row.param) && tensor.device() == device, what..., " of ",
@@ -245,7 +245,7 @@ void ParamTable::follow_layout(int64_t index) {
   if (row.whole.defined()) return;
   for (const at::Tensor* tensor : {&row.param, &row.average, &row.accumulated})
     lay_out_as(row.leaf(), *tensor);
-  // Blocks of codes are of neighbours in memory.
+  // Blocks of quantized values are neighbours in memory.
   for (const at::Tensor& state : row.states) {
     if (row.storage->block == 0) lay_out_as(row.leaf(), state);
   }

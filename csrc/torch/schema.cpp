@@ -47,7 +47,7 @@ py::dict described(const AlgorithmInfo& info) {
   for (size_t i = 0; i < info.states.size(); ++i)
     is_unsigned.append(bool(info.unsigned_states & bit(kState0 + int(i))));
   for (const StorageInfo& storage : storages()) {
-    if (info.packable || storage.block == 0) storages_.append(storage.name);
+    if (info.quantizable || storage.block == 0) storages_.append(storage.name);
   }
   py::dict found;
   found["states"] = info.states;

@@ -61,7 +61,7 @@ HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // A row pass makes sums over a row, kSums at a time in each of kStages, and then maps the row,
 // which is in registers or a cache by then:
 //   reads(), writes()  the images of a stage, or of the map, which is the last
-//   begin()    coefs of a row; settle() makes more of them of a stage's sums
+//   begin()    coefs of a row; finish_stage() makes more of them of a stage's sums
 //   first()    values that the first stage writes, and others read
 //   add()      to the sums, with the column's weight; apply(x, coef, weight, bias)
 // Its spans are short, for a thread's part of one to fit into registers.

@@ -88,8 +88,8 @@ struct NormForward : Norm {
   }
 
   template <int kStage>
-  HD static void settle(const NnArgs& args, int64_t row, const float (&sums)[kSums],
-                        float (&coef)[kCoefs]) {
+  HD static void finish_stage(const NnArgs& args, int64_t row, const float (&sums)[kSums],
+                              float (&coef)[kCoefs]) {
     if (kStage + 1 < kStages) {
       coef[kMeanOfRow] = args.vectors[kMean][row] = mean_of(args, sums[0]);
       return;
@@ -140,8 +140,8 @@ struct NormBackward : Norm {
   }
 
   template <int kStage>
-  HD static void settle(const NnArgs& args, int64_t, const float (&sums)[kSums],
-                        float (&coef)[kCoefs]) {
+  HD static void finish_stage(const NnArgs& args, int64_t, const float (&sums)[kSums],
+                              float (&coef)[kCoefs]) {
     coef[kG] = args.vectors[kMean] ? mean_of(args, sums[0]) : 0.0f;
     coef[kGHat] = mean_of(args, sums[1]);
   }

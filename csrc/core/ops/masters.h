@@ -32,7 +32,7 @@ struct CopyOp : RowOp<CopyOp<kFrom, kTo>> {
   static constexpr const char* kName = "copy";
   static constexpr unsigned kReads = bit(kFrom);
   static constexpr unsigned kWrites = bit(kTo) | (kTo == kParam ? bit(kModel) : 0);
-  static constexpr bool kPackable = is_state(kFrom) || is_state(kTo);
+  static constexpr bool kQuantizable = is_state(kFrom) || is_state(kTo);
 
   template <class F>
   HD void operator()(F (&x)[kLists]) const {

@@ -20,7 +20,7 @@ struct MuonMaths : OptimizerOp<Self> {
                                           hyper::flag("nesterov", kNesterov, "nesterov", true)};
   static constexpr List kMomentumBuffer = kState0;
   static constexpr int kScratch = kState1;
-  static constexpr bool kPackable = true;
+  static constexpr bool kQuantizable = true;
   using OptimizerOp<Self>::c;
 
   HD static void prepare(RowStep& step, RowCoef& c) {

@@ -2,7 +2,7 @@
 // branch is taken once for all of them, and their arithmetic, long chains each, runs side by side.
 #pragma once
 
-#include "core/compact.h"
+#include "core/quantized.h"
 #include "core/scalar.h"
 
 namespace ampfuse {
