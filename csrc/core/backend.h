@@ -91,7 +91,7 @@ class Backend {
 
   // Where the rows are shards: of what each rank found, what all did. Between an inspection and its
   // preparation, and after the calls that measure norms.
-  virtual void merge(const Findings& found, void* stream) = 0;
+  virtual void merge(const RankResults& found, void* stream) = 0;
 
   // The update itself, after first_stage(). Returns at once, on the device, if the state says
   // skip. `meter`: what a metered step fills, of an algorithm that steps parameters; or null.

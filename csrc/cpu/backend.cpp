@@ -100,7 +100,7 @@ class CpuBackend : public Backend {
     advance_rows(view, preparation, 0, 1);
   }
 
-  void merge(const Findings& found, void*) override {
+  void merge(const RankResults& found, void*) override {
     const FloatMode standard;
     if (found.state) merge_states(found);
     for (int64_t i = 0; i < found.values; ++i) merge_norm(found, i);

@@ -21,9 +21,9 @@ int64_t elements(const ImageRows& image) { return image.rows * image.channels; }
 
 // A value for each channel of a group, aligned: a vector that crosses a line of the cache is slow.
 struct alignas(64) Group {
-  float value[kGroup];
+  float value[kMaskChannels];
 };
-int64_t groups_of(const ImageRows& image) { return coef_stride(image) / kGroup; }
+int64_t groups_of(const ImageRows& image) { return coef_stride(image) / kMaskChannels; }
 
 // The coefficients of all channels, of a sum those of the span that begins with `row`.
 template <class Op>
@@ -99,14 +99,15 @@ void sum(const NnArgs& args) {
   constexpr int64_t kElements = 64;
   share_out(image.channels * (kElements + parts), [&](int64_t piece, int64_t pieces) {
     for (int64_t group = groups * piece / pieces; group < groups * (piece + 1) / pieces; ++group) {
-      const int64_t begin = group * kGroup, end = std::min(begin + kGroup, image.channels);
+      const int64_t begin = group * kMaskChannels,
+                    end = std::min(begin + kMaskChannels, image.channels);
       for (int64_t span = 0; span < spans; ++span) {
         Group first = {}, second = {};
         const int64_t last = std::min((span + 1) * parts_of_span, parts);
         for (int64_t part = span * parts_of_span; part < last; ++part) {
           const Group* const sum = &sums[part * 2 * groups + group];
-          for (int i = 0; i < kGroup; ++i) first.value[i] += sum[0].value[i];
-          for (int i = 0; i < kGroup; ++i) second.value[i] += sum[groups].value[i];
+          for (int i = 0; i < kMaskChannels; ++i) first.value[i] += sum[0].value[i];
+          for (int i = 0; i < kMaskChannels; ++i) second.value[i] += sum[groups].value[i];
         }
         for (int64_t c = begin; c < end; ++c) {
           float coef[kCoefs];

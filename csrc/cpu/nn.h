@@ -10,11 +10,11 @@
 
 namespace ampfuse {
 
-constexpr int kGroup = 16;  // channels of which masks are handled at a time
+constexpr int kMaskChannels = 16;  // channels whose mask bits are handled at a time: a group
 
 // The coefficients of all channels, coef k of channel c at k * coef_stride() + c; zero past them.
 HD constexpr int64_t coef_stride(const ImageRows& image) {
-  return ceil_div(image.channels, kGroup) * kGroup;
+  return ceil_div(image.channels, kMaskChannels) * kMaskChannels;
 }
 
 // What one thread does with a part of the matrix.

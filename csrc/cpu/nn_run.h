@@ -39,10 +39,10 @@ template <class F, class Run>
 HD void for_group_vectors(const Run& run) {
   if constexpr (F::kWidth > 1) {
 #pragma GCC unroll 4
-    for (int first = 0; first < kGroup; first += F::kWidth) run(first);
+    for (int first = 0; first < kMaskChannels; first += F::kWidth) run(first);
   } else {
 #pragma GCC unroll 1
-    for (int first = 0; first < kGroup; ++first) run(first);
+    for (int first = 0; first < kMaskChannels; ++first) run(first);
   }
 }
 
@@ -102,7 +102,8 @@ template <class Run>
 HD void for_groups(const ImageRows& image, int64_t begin, int64_t end, const Run& run) {
   for (int64_t row = begin; row < end; ++row) {
     int64_t c = 0;
-    for (; c + kGroup <= image.channels; c += kGroup) run(std::true_type(), row, c, kGroup);
+    for (; c + kMaskChannels <= image.channels; c += kMaskChannels)
+      run(std::true_type(), row, c, kMaskChannels);
     if (c < image.channels) run(std::false_type(), row, c, int(image.channels - c));
   }
 }

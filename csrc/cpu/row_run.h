@@ -60,13 +60,13 @@ struct RowLanes {
 };
 
 // Vectors of which the values are in registers at a time.
-constexpr int kRowVectors = 4;
+constexpr int kVectorsAtOnce = 4;
 
 // The values of a row of `columns`, to which sum.add(values, c, first, count) adds those of a
 // vector.
 template <class Isa, class Sum>
 HD void sum_row(const Sum& sum, int64_t columns, float (&result)[Sum::kValues]) {
-  constexpr int kStrip = kRowVectors * Isa::kWidth;
+  constexpr int kStep = kVectorsAtOnce * Isa::kWidth;
   const int64_t spans = ceil_div(columns, Sum::kSpan);
   const int groups = int(spans < kRowGroups ? spans : kRowGroups);
   RowLanes<Sum> lanes, row_values;
@@ -74,9 +74,9 @@ HD void sum_row(const Sum& sum, int64_t columns, float (&result)[Sum::kValues]) 
     for (int64_t span = group; span < spans; span += kRowGroups) {
       const int64_t begin = span * Sum::kSpan;
       const int64_t end = begin + Sum::kSpan < columns ? begin + Sum::kSpan : columns;
-      for (int lane = 0; lane < kRowWidth; lane += kStrip) {
-        Isa value[kRowVectors][Sum::kValues];
-        for (int v = 0; v < kRowVectors; ++v) {
+      for (int lane = 0; lane < kRowWidth; lane += kStep) {
+        Isa value[kVectorsAtOnce][Sum::kValues];
+        for (int v = 0; v < kVectorsAtOnce; ++v) {
           if (span == group) {
             Sum::start(value[v]);
           } else {
@@ -85,13 +85,13 @@ HD void sum_row(const Sum& sum, int64_t columns, float (&result)[Sum::kValues]) 
         }
         const auto add = [&](auto whole, int64_t c, int count) HD_LAMBDA {
 #pragma GCC unroll 4
-          for (int v = 0; v < kRowVectors; ++v)
+          for (int v = 0; v < kVectorsAtOnce; ++v)
             sum.template add<whole>(value[v], c, v * Isa::kWidth, count);
         };
         int64_t c = begin + lane;
-        for (; c + kStrip <= end; c += kRowWidth) add(std::true_type(), c, kStrip);
+        for (; c + kStep <= end; c += kRowWidth) add(std::true_type(), c, kStep);
         if (c < end) add(std::false_type(), c, int(end - c));
-        for (int v = 0; v < kRowVectors; ++v) lanes.store(lane + v * Isa::kWidth, value[v]);
+        for (int v = 0; v < kVectorsAtOnce; ++v) lanes.store(lane + v * Isa::kWidth, value[v]);
       }
     }
     lanes.template merge_lanes<Isa>();
@@ -112,7 +112,7 @@ HD uint32_t column_bits(int first, int count) {
 }
 
 template <class F, bool kWhole>
-HD F weight_of(const float* weights, int64_t c, int first, int count) {
+HD F load_weight(const float* weights, int64_t c, int first, int count) {
   using Floats = typename F::template Lanes<DType::kFloat32>;
   if (weights == nullptr) return F(1.0f);
   return load_at<Floats, F, kWhole>(reinterpret_cast<const char*>(weights), c, first, count);
@@ -139,7 +139,7 @@ struct RowSum {
     F x = load_at<Lanes, F, kWhole>(row, c, first, count);
     if constexpr (!kWhole) x = keep(bits, x) + keep(~bits, F(Op::kAbsent));
     F weight(1.0f);
-    if constexpr (!kPlain) weight = weight_of<F, kWhole>(weights, c, first, count);
+    if constexpr (!kPlain) weight = load_weight<F, kWhole>(weights, c, first, count);
     Op::template add<kPlain>(value, x, weight, bits);
   }
 };
@@ -192,7 +192,7 @@ struct PassStage {
       for (int i = 0; i < kMaxImages; ++i)
         if (kWritten & bit(i)) x[i] = Isa(Lanes::widen(Lanes::narrow(x[i])));
     }
-    const Isa weight = weight_of<Isa, kWhole>(weights, c, first, count);
+    const Isa weight = load_weight<Isa, kWhole>(weights, c, first, count);
     Op::template add<kStage, kLists>(x, coef, weight, column_bits<kWhole, Isa>(first, count),
                                      value);
   }
@@ -200,8 +200,8 @@ struct PassStage {
   HD void map(const float* biases, int64_t c, int count) const {
     Isa x[kMaxImages] = {};
     load<kWhole>(x, c, 0, count);
-    Op::template apply<kLists>(x, coef, weight_of<Isa, kWhole>(weights, c, 0, count),
-                               weight_of<Isa, kWhole>(biases, c, 0, count));
+    Op::template apply<kLists>(x, coef, load_weight<Isa, kWhole>(weights, c, 0, count),
+                               load_weight<Isa, kWhole>(biases, c, 0, count));
     store<kWhole>(x, c, 0, count);
   }
 };
@@ -287,7 +287,7 @@ void NnKernel<Isa, Op>::row_map(NnArgs args, int64_t begin, int64_t end) {
       const float x = load_float(input, dtype, target);  // the output may be the input
       const auto map = [&](auto whole, int64_t c, int count) HD_LAMBDA {
         Isa weight(1.0f);
-        if constexpr (!plain) weight = weight_of<Isa, whole>(weights, c, 0, count);
+        if constexpr (!plain) weight = load_weight<Isa, whole>(weights, c, 0, count);
         const Isa y = Op::template apply<plain>(load_at<Lanes, Isa, whole>(input, c, 0, count), all,
                                                 weight, 0);
         store_at<Lanes, Isa, whole>(y, output, c, 0, count);

@@ -19,7 +19,7 @@ HD char* address(const TableView& view, int list, const Chunk& chunk) {
 }
 
 constexpr int kCacheLine = 64;
-constexpr int kStrip = kCacheLine / 2;  // elements: a line of halves
+constexpr int kLine = kCacheLine / 2;  // elements: a line of halves
 
 // A table of so many chunks (16 M elements) is more than caches hold.
 constexpr int64_t kLargeTable = 512;
@@ -185,15 +185,15 @@ HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t
   }
 }
 
-// Fetches the strip of a whole chunk at element i into L2.
+// Fetches kLine elements of a whole chunk from element i on into L2.
 template <unsigned kFetched, class Types>
-HD void fetch_strip(const ChunkLists& chunk, const Types& types, int64_t i) {
+HD void fetch_line(const ChunkLists& chunk, const Types& types, int64_t i) {
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
     if (!(kFetched & bit(list)) || types(list) == DType::kNone) continue;
     const int64_t size = element_size(types(list));
     const auto address = reinterpret_cast<uintptr_t>(chunk.data[list]) + uintptr_t(i * size);
-    for (int64_t line = 0; line < kStrip * size; line += kCacheLine)
+    for (int64_t line = 0; line < kLine * size; line += kCacheLine)
       __builtin_prefetch(reinterpret_cast<const void*>(address + uintptr_t(line)), 0, 2);
   }
 }

@@ -1,13 +1,13 @@
 // The CUDA apply harness. A block takes a slice of a chunk, a tile at a time; each thread takes two
-// groups of kGroup neighbouring elements of a tile, one from each half: first it loads all lists as
-// they are stored, so that all loads are in flight together, then, a group at a time, it widens
+// packs of kApplyPack neighbouring elements of a tile, one from each half: first it loads all lists
+// as they are stored, so that all loads are in flight together, then, a pack at a time, it widens
 // them to float, runs the op, narrows and stores.
 //
-// A group is 16 bytes of FP32, so an access of a warp covers whole sectors of the L2 cache, one
+// A pack is 16 bytes of FP32, so an access of a warp covers whole sectors of the L2 cache, one
 // after the other: two accesses that share sectors would write each of them twice.
 //
-// A list whose address is a multiple of 16 bytes moves in accesses of whole groups. An unaligned
-// view, and the last group of a tensor, moves element by element through the same conversion, so a
+// A list whose address is a multiple of 16 bytes moves in accesses of whole packs. An unaligned
+// view, and the last pack of a tensor, moves element by element through the same conversion, so a
 // value's result does not depend on where it sits.
 #pragma once
 
@@ -147,8 +147,8 @@ __device__ inline void load_packs(const Slice& slice, int i, int count, Packs<kW
 
 template <class Op, unsigned kReads, int kWidth, class Slice>
 __device__ inline void widen_packs(const Slice& slice, int count, const Packs<kWidth>& packs,
-                                   Lanes<float, kWidth> (&x)[kLists]) {
-  using Bits = Lanes<uint32_t, kWidth>;
+                                   Vector<float, kWidth> (&x)[kLists]) {
+  using Bits = Vector<uint32_t, kWidth>;
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (!(kReads & bit(list))) continue;
@@ -162,7 +162,7 @@ __device__ inline void widen_packs(const Slice& slice, int count, const Packs<kW
           Bits::of([&](int k) { return uint32_t(int16_t(pack.template get<2>(k))); });
       with_split(type, [&](auto split) { x[list] = split.join(x[kModel], remainder); });
     } else if (may_be_quantized<Op, Slice>(list) && count > 0) {
-      const Lanes<float, kWidth> scale(packs.scale[list - kState0]);
+      const Vector<float, kWidth> scale(packs.scale[list - kState0]);
       with_quantizer_of<Op>(list, type, [&](auto quantizer) {
         using Stored = typename decltype(quantizer)::Stored;
         x[list] = quantizer.decode(
@@ -175,10 +175,10 @@ __device__ inline void widen_packs(const Slice& slice, int count, const Packs<kW
 
 // Runs the op on the pack at element i.
 template <class Op, int kWidth, class Slice>
-__device__ void run(const Op& op, const Slice& slice, int i, Lanes<float, kWidth> (&x)[kLists]) {
+__device__ void run(const Op& op, const Slice& slice, int i, Vector<float, kWidth> (&x)[kLists]) {
   op(x);
   if constexpr (Slice::Column::kEncoded) {
-    using Bits = Lanes<uint32_t, kWidth>;
+    using Bits = Vector<uint32_t, kWidth>;
     round_to_storage<Op::kWrites>(x, slice, slice.random_key, slice.first + i,
                                   Bits::of([](int k) { return uint32_t(k); }));
   }
@@ -188,7 +188,7 @@ __device__ void run(const Op& op, const Slice& slice, int i, Lanes<float, kWidth
 // are reduced together, so that their shuffles overlap.
 template <class Op, unsigned kWrites, int kWidth, class Slice>
 __device__ inline void share_largest(const Slice& slice, int count,
-                                     const Lanes<float, kWidth> (&x)[kLists],
+                                     const Vector<float, kWidth> (&x)[kLists],
                                      uint32_t (&largest)[kMaxStates]) {
   const auto for_quantized = [&](const auto& run) {
 #pragma unroll
@@ -216,8 +216,8 @@ __device__ inline void share_largest(const Slice& slice, int count,
 
 template <class Op, unsigned kWrites, bool kWhole, int kWidth, class Slice>
 __device__ inline void store_packs(const Slice& slice, int i, int count,
-                                   const Lanes<float, kWidth> (&x)[kLists]) {
-  using Bits = Lanes<uint32_t, kWidth>;
+                                   const Vector<float, kWidth> (&x)[kLists]) {
+  using Bits = Vector<uint32_t, kWidth>;
   uint32_t largest[kMaxStates];
   share_largest<Op, kWrites>(slice, count, x, largest);
 #pragma unroll
@@ -236,7 +236,7 @@ __device__ inline void store_packs(const Slice& slice, int i, int count,
     } else if (may_be_quantized<Op, Slice>(list)) {
       with_quantizer_of<Op>(list, type, [&](auto quantizer) {
         const float scale = quantizer.scale(largest[list - kState0]);
-        const Lanes<float, kWidth> encoder(quantizer.encoder(scale));
+        const Vector<float, kWidth> encoder(quantizer.encoder(scale));
         const int in_block = i % kBlock;
         if (in_block == 0 && count > 0) *slice.scale_at(list, i) = scale;
         uint32_t key = quantizer.kNearest;
@@ -255,7 +255,7 @@ __device__ inline void store_packs(const Slice& slice, int i, int count,
 
 // Raises `largest` to the largest magnitude of a pack.
 template <int kWidth>
-__device__ inline void include(const Lanes<float, kWidth>& value, uint32_t& largest) {
+__device__ inline void include(const Vector<float, kWidth>& value, uint32_t& largest) {
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
     const uint32_t magnitude = magnitude_of(value.lane[k]);
@@ -264,13 +264,13 @@ __device__ inline void include(const Lanes<float, kWidth>& value, uint32_t& larg
 }
 
 // Blocks take slices rather than whole chunks: a model of 25 M parameters has 780 chunks, too few
-// to fill a GPU evenly, and elementwise results do not depend on the cut.
+// to fill a GPU evenly, and elementwise results do not depend on the partition.
 constexpr int kSlices = 4;
 constexpr int kSlice = kChunk / kSlices;
 static_assert(kSlice % kTile == 0, "a slice is whole tiles");
 
-constexpr int kGroup = 4;
-constexpr int kGroups = kPack / kGroup;  // of a thread, in each tile
+constexpr int kApplyPack = 4;                    // elements that a thread handles at once
+constexpr int kApplyPacks = kPack / kApplyPack;  // packs of a thread in each tile
 
 // The element at which a thread stops. The threads of a warp compute the scales of its blocks
 // together, so with encoded types they stop together.
@@ -279,27 +279,28 @@ __device__ inline int last_start(int end) {
   return Slice::Column::kEncoded ? end + int(threadIdx.x % kRowLanes) * kWidth : end;
 }
 
-// Runs Op on elements [begin, end) of a row. kWhole: they are whole tiles of aligned lists, which
-// need not ask each group for its alignment and end. Others go a group at a time, which keeps half
-// of each kernel's code small; two blocks' loads of one group are enough in flight.
+// Runs Op on elements [begin, end) of a row. kWhole: they are whole tiles of aligned lists, whose
+// packs need no check of alignment and end. Others go a pack at a time, which keeps half of each
+// kernel's code small; two blocks' loads of one pack are enough in flight.
 template <class Op, unsigned kMissing, bool kWhole, class Slice>
 __device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, int end,
                                    uint32_t& largest) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
-  constexpr int kAtOnce = kWhole ? kGroups : 1;
-  const int last = last_start<Slice, kGroup>(end);
-  for (int start = begin + threadIdx.x * kGroup; start < last; start += kAtOnce * kLanes * kGroup) {
-    Packs<kGroup> packs[kAtOnce];
+  constexpr int kAtOnce = kWhole ? kApplyPacks : 1;
+  const int last = last_start<Slice, kApplyPack>(end);
+  for (int start = begin + threadIdx.x * kApplyPack; start < last;
+       start += kAtOnce * kLanes * kApplyPack) {
+    Packs<kApplyPack> packs[kAtOnce];
 #pragma unroll
-    for (int group = 0; group < kAtOnce; ++group) {
-      const int i = start + group * kLanes * kGroup;
-      load_packs<Op, kReads, kWhole>(slice, i, part<kGroup, kWhole>(i, end), packs[group]);
+    for (int p = 0; p < kAtOnce; ++p) {
+      const int i = start + p * kLanes * kApplyPack;
+      load_packs<Op, kReads, kWhole>(slice, i, part<kApplyPack, kWhole>(i, end), packs[p]);
     }
 #pragma unroll
-    for (int group = 0; group < kAtOnce; ++group) {
-      const int i = start + group * kLanes * kGroup, count = part<kGroup, kWhole>(i, end);
-      Lanes<float, kGroup> x[kLists] = {};
-      widen_packs<Op, kReads>(slice, count, packs[group], x);
+    for (int p = 0; p < kAtOnce; ++p) {
+      const int i = start + p * kLanes * kApplyPack, count = part<kApplyPack, kWhole>(i, end);
+      Vector<float, kApplyPack> x[kLists] = {};
+      widen_packs<Op, kReads>(slice, count, packs[p], x);
 #pragma unroll
       for (int list = 0; list < kLists; ++list) {
         if (Op::kChecked & bit(list)) include(x[list], largest);

@@ -27,7 +27,7 @@ __global__ void update_scale_kernel(LossScale rule, OverflowFlags flags, bool fi
 
 constexpr int kMergeThreads = 256;
 
-__global__ void merge_kernel(Findings found) {
+__global__ void merge_kernel(RankResults found) {
   const int64_t i = int64_t(blockIdx.x) * kMergeThreads + threadIdx.x;
   if (i == 0 && found.state != nullptr) merge_states(found);
   if (i < found.values) merge_norm(found, i);
@@ -52,7 +52,7 @@ class CudaBackend : public Backend {
     ampfuse::prepare(use.pass(), preparation);
   }
 
-  void merge(const Findings& found, void* stream) override {
+  void merge(const RankResults& found, void* stream) override {
     const int64_t blocks = found.values / kMergeThreads + 1;
     launch(Kernel{"merge", merge_kernel}, blocks, kMergeThreads, cudaStream_t(stream), found);
   }

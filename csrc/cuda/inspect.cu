@@ -7,7 +7,7 @@
 namespace ampfuse {
 namespace {
 
-struct Findings {
+struct InspectResult {
   double sum;     // of squares
   int32_t row;    // the first with a non-finite gradient; -1: every one is finite
   uint32_t bits;  // of its largest element
@@ -33,7 +33,7 @@ __device__ inline double sweep_sums(const TableView& view) {
 }
 
 // What the partials of all chunks say, in thread 0.
-__device__ inline Findings sweep_partials(const TableView& view) {
+__device__ inline InspectResult sweep_partials(const TableView& view) {
   const double sum = sweep_sums(view);
   if (sum - sum == 0) return {sum, -1, 0};  // squares of FP32 do not overflow FP64: all are finite
   uint32_t first = UINT32_MAX;              // non-finite chunk
@@ -63,7 +63,7 @@ __device__ inline void prepare_by_block(const TableView& view, const Preparation
 // fewer of them in flight.
 __device__ __attribute__((noinline)) void finish_inspection(const TableView& view,
                                                             const InspectArgs& args) {
-  const Findings found = sweep_partials(view);
+  const InspectResult found = sweep_partials(view);
   if (threadIdx.x == 0) {
     if (args.state != nullptr) {
       record_inspection(*args.state, found.sum, found.row, found.bits, args.same_pass);

@@ -46,7 +46,7 @@ __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, in
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int i = start + tile * kTile, count = part<kPack>(i, end);
-      Lanes<float, kPack> x[kLists] = {};
+      Vector<float, kPack> x[kLists] = {};
       widen_packs<Op, kReads>(slice, count, packs[tile], x);
       run(op, slice, i, x);
       if constexpr (Op::kMetered) counter.count<Op>(slice, i, count, x);

@@ -142,7 +142,7 @@ def test_bits_are_moved_as_bits(arch, dump, objects):
 @pytest.mark.parametrize("kernel", HOT)
 def test_memory_moves_in_wide_accesses(kernel, compiled):
     """Where a pass measures, eight elements are one access as halves and two as FP32; where it
-    updates, each of two groups of four is one."""
+    updates, each of two packs of four is one."""
     symbol, read, written = HOT[kernel]
     accesses = {"v4.u32": 2, "v2.u32": 2} if kernel in APPLIED else {"v4.u32": 3}
     assert_wide(hot_instance(compiled, symbol), read, written, accesses)
@@ -151,7 +151,7 @@ def test_memory_moves_in_wide_accesses(kernel, compiled):
 @pytest.mark.parametrize("kernel", ["sgd", "adam", "adagrad", "lion"])
 @pytest.mark.parametrize("encoded", ["1", "2"], ids=["states", "states and masters"])
 def test_encoded_types_move_in_wide_accesses(kernel, encoded, compiled):
-    """Of a group of four: FP32 in one access, halves and remainders in one, quantized values in one."""
+    """A pack of four is one access: as FP32, as halves or remainders, and as quantized values."""
     symbol, read, written = HOT[kernel]
     code = hot_instance(compiled, symbol, encoded=encoded)
     assert_wide(code, read, written, {"v4.u32": 2, "v2.u32": 2})

@@ -24,7 +24,7 @@ struct CrossEntropy : NnPass {
   // Weights may be absent, and so may their sum (one value).
   enum Vector { kLse, kLoss, kRowGradient, kWeight, kWeightSum };
   enum Number { kSmoothing };
-  static constexpr unsigned kRowVectors = bit(kLse) | bit(kLoss) | bit(kRowGradient);
+  static constexpr unsigned kPerRowVectors = bit(kLse) | bit(kLoss) | bit(kRowGradient);
 
   HD static bool is_plain(const NnArgs& args) { return args.numbers[kSmoothing] == 0.0f; }
   HD static bool exists(const NnArgs& args, int64_t target) {

@@ -125,7 +125,7 @@ struct NnPass {
   static constexpr unsigned kOptional = 0;
   static constexpr unsigned kTogether = 0;  // of the optional lists, those that come together
   static constexpr bool kCoefsOfRow = false;
-  static constexpr unsigned kRowVectors = 0;  // of the vectors, those with a value for each row
+  static constexpr unsigned kPerRowVectors = 0;  // of the vectors, those with a value for each row
 };
 struct ChannelMap : NnPass {
   static constexpr PassKind kKind = PassKind::kChannelMap;

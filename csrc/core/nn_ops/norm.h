@@ -24,7 +24,7 @@ namespace ampfuse {
 struct Norm : NnPass {
   // The mean is less the shift; RMS has none. A value for each row.
   enum Vector { kMean, kRstd };
-  static constexpr unsigned kRowVectors = bit(kMean) | bit(kRstd);
+  static constexpr unsigned kPerRowVectors = bit(kMean) | bit(kRstd);
   enum Coef { kShift, kMeanOfRow, kRstdOfRow, kG, kGHat };
 
   // Of the row of `image`.
