@@ -66,9 +66,9 @@ __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, in
   }
 }
 
-// add_tiles() over n elements. A pass that reads one list and writes none would spend a third of
-// its instructions on asking each pack for its type, alignment and end, and is bound by them: whole
-// tiles of an aligned list go through a loop for their type.
+// add_tiles() over n elements. A pass that reads one list and writes none would use a third of its
+// instructions to check each pack's type, alignment and end, and is bound by them: whole tiles of
+// an aligned list go through a loop for their type.
 template <class Op, unsigned kMissing, class Slice>
 __device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
                                        const float* rescale, Counter& counter) {

@@ -108,7 +108,7 @@ void ParamTable::remember(pybind11::handle groups, pybind11::handle states) {
   if (!states.is_none()) containers_.remember_states(states);
 }
 
-bool ParamTable::holds(pybind11::handle groups, pybind11::handle states) {
+bool ParamTable::matches(pybind11::handle groups, pybind11::handle states) {
   if (!groups.is_none() && !containers_.have_params(groups)) return false;
   if (!groups.is_none() && has_shards && !have_their_shards(rows_)) return false;
   return states.is_none() || containers_.have_states(states);
@@ -251,9 +251,9 @@ void ParamTable::follow_layout(int64_t index) {
   }
 }
 
-static std::array<const void*, Row::kPlaces> places_of(const Row& row) {
-  std::array<const void*, Row::kPlaces> found = {row.leaf().data_ptr(), base_of(row.param),
-                                                 base_of(row.average)};
+static std::array<const void*, Row::kTrackedPointers> tracked_pointers_of(const Row& row) {
+  std::array<const void*, Row::kTrackedPointers> found = {row.leaf().data_ptr(), base_of(row.param),
+                                                          base_of(row.average)};
   for (int state = 0; state < kMaxStates; ++state) {
     found[3 + state] = base_of(row.states[state]);
     found[3 + kMaxStates + state] = base_of(row.scales[state]);
@@ -265,7 +265,7 @@ static std::array<const void*, Row::kPlaces> places_of(const Row& row) {
 // tensor.
 void ParamTable::follow_storage(int64_t index) {
   Row& row = rows_[index];
-  if (places_of(row) == row.memory) return;
+  if (tracked_pointers_of(row) == row.memory) return;
   follow_layout(index);
   const auto fits_param = [&](const at::Tensor& tensor) {
     return !tensor.defined() || (tensor.device() == device && is_laid_out_as(tensor, row.param));
@@ -294,7 +294,7 @@ void ParamTable::follow_storage(int64_t index) {
   }
   set(kAverage, index, row.average);
   row.is_contiguous = row.param.is_contiguous();
-  row.memory = places_of(row);
+  row.memory = tracked_pointers_of(row);
 }
 
 void ParamTable::set_gradient(int64_t row, const at::Tensor& grad, bool scaled,
