@@ -107,7 +107,7 @@ struct AlgorithmInfo {
   const char* last_state_if;  // see op.h
   const char* filled_with;
   bool uses_count;
-  bool follows_norms;  // of gradients or weights, row by row
+  bool follows_norms;  // depends on norms of gradients or weights, row by row
   int scratch;         // see kScratch in op.h; -1: none
 };
 
@@ -117,8 +117,8 @@ inline const AlgorithmInfo& info(Algorithm algorithm) { return algorithms()[algo
 // How a row's states are stored: what a user chooses.
 struct StorageInfo {
   const char* name;
-  DType signed_type, unsigned_type;  // of a list; the second of one that is never negative
-  int bits;                          // of an element
+  DType signed_type, unsigned_type;  // a list's type; the second if it is never negative
+  int bits;                          // per element
   bool rounds_at_random;
   // For a quantized type: its list has the state's name with this suffix, and comes with float32
   // scales, one for each `block` elements as they lie in memory. Else null and 0.

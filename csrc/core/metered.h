@@ -6,12 +6,12 @@
 
 namespace ampfuse {
 
-// A bit for each element of F. What changed has moved, and what is zero is tiny.
+// A bit for each element of F. A changed element is also moved, and a zero one is also tiny.
 struct Marks {
   uint32_t changed, moved, zero, tiny;
 };
 
-// Runs the op and measures the update and the new weight; marks() then tells of the same elements.
+// Runs the op and measures the update and the new weight; marks() is for the same elements.
 template <class Op>
 struct Metered : Op {
   static constexpr bool kMetered = true;

@@ -74,7 +74,7 @@ HD bool apply_blocks(const Walk& walk, const Types& types, const Run& run) {
 // Applies an op to one chunk; true if a checked list holds a non-finite value.
 template <class F, class Op>
 bool apply_op(const Op& given, const Walk& walk) {
-  const Op op = given;  // which no store can change
+  const Op op = given;  // a copy that no store can change
   const ChunkLists& lists = walk.lists;
   bool found = false;
   with_types<Op>(lists, [&](const auto& types) {

@@ -25,7 +25,8 @@ struct Sums {
 template <class Op>
 constexpr unsigned kStreamed = Op::kMetered ? bit(kModel) : 0;
 
-// Of one vector, as the op left it: counts, if it is metered; add(m, x) takes each measured list.
+// Takes one vector as the op left it: counts it if the op is metered, and calls add(m, x) for each
+// measured list.
 template <class Op, bool kWhole, class F, class Types, class Add>
 HD void measure_values(const ChunkLists& lists, const Types& types, int64_t i, int count,
                        F (&x)[kLists], Counts* counts, const Add& add) {
@@ -73,7 +74,7 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
     return [&sums, &largest, rescale, i](int m, const F& x) HD_LAMBDA {
       float* sum = sums.lane[m] + i % kTile;
       F square = x;
-      if constexpr (!Op::kMetered) {  // whose sums are looked at as they are
+      if constexpr (!Op::kMetered) {  // the sums of a metered op are never rescaled
         largest[m].include(x);
         square = x * F(rescale[m]);
       }
@@ -153,8 +154,8 @@ void add_squares(const Op& op, const Walk& walk, const float* rescale, Sums<Op>&
   });
 }
 
-// The chunk's partials, `stride` apart; of a metered op, what it counts too, in the row's `counts`
-// and `changed`.
+// Computes the chunk's partials, `stride` apart; for a metered op also the row's `counts` and
+// `changed`.
 template <class F, class Op>
 HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t stride,
                       uint32_t* counts, uint8_t* changed) {

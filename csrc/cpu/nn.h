@@ -20,8 +20,8 @@ HD constexpr int64_t coef_stride(const ImageRows& image) {
 // What one thread does with a part of the matrix.
 template <class Isa, class Op>
 struct NnKernel {
-  // (`args` is a value: what a reference leads to is read again after every store to an image,
-  // which could have changed it.)
+  // (`args` is passed by value: through a reference it would be read again after every store to an
+  // image, which could have changed it.)
   static void map(NnArgs args, const float* coefs, int64_t begin, int64_t end);  // rows
   // Whole tiles of a span, whose first sums go to sums[c], the second to sums[coef_stride() + c];
   // tile_sums is as large.

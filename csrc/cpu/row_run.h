@@ -11,8 +11,8 @@
 namespace ampfuse {
 namespace {
 
-// The values of the lanes of a group, and then of the row's groups, of which each is merged into
-// the first one. Sum: how they start and how two merge.
+// The values of the lanes of a group, which are merged into its first lane, and then those of the
+// row's groups, which are merged into the first group. Sum: how values start and how two merge.
 template <class Sum>
 struct RowLanes {
   static constexpr int kValues = Sum::kValues;
@@ -27,7 +27,7 @@ struct RowLanes {
     for (int k = 0; k < kValues; ++k) store_floats(values[k], value[k] + lane);
   }
 
-  // Halving, as sum_by_halving(). (Of a short row this is most of the work: unrolled it stays in
+  // Halving, as sum_by_halving(). (This is most of the work of a short row: unrolled it stays in
   // registers.)
   template <class Isa, int kOffset = kRowWidth / 2>
   HD void merge_lanes() {
@@ -39,7 +39,7 @@ struct RowLanes {
     }
   }
 
-  // Of kRowGroups, `count` have values.
+  // `count` of kRowGroups have values.
   HD void merge_groups(int count) {
     for (int offset = kRowGroups / 2; offset > 0; offset /= 2) {
       for (int lane = 0; lane < offset && lane + offset < count; ++lane)
@@ -59,7 +59,7 @@ struct RowLanes {
   }
 };
 
-// Vectors of which the values are in registers at a time.
+// Vectors whose values are in registers at a time.
 constexpr int kVectorsAtOnce = 4;
 
 // The values of a row of `columns`, to which sum.add(values, c, first, count) adds those of a
@@ -118,7 +118,7 @@ HD F load_weight(const float* weights, int64_t c, int first, int count) {
   return load_at<Floats, F, kWhole>(reinterpret_cast<const char*>(weights), c, first, count);
 }
 
-// What a row sum adds.
+// The sum of a row sum op.
 template <class Op, bool kPlain, class Lanes>
 struct RowSum {
   static constexpr int kValues = Op::kValues, kSpan = kSpanColumns;
@@ -144,8 +144,8 @@ struct RowSum {
   }
 };
 
-// What a stage of a row pass does. (Nothing here is read through a reference: after every store to
-// an image it would be read again.)
+// A stage of a row pass. (Nothing here is read through a reference: after every store to an image
+// it would be read again.)
 template <class Isa, class Op, unsigned kLists, class Lanes, int kStage>
 struct PassStage {
   static constexpr int kValues = Op::kSums, kSpan = kPassColumns;
@@ -225,7 +225,7 @@ HD void pass_row(const NnArgs& args, int64_t row, const float* affine, float (&c
   }
 }
 
-// run(plain, lanes): what a row op is compiled for.
+// run(plain, lanes) of the instance of a row op that is compiled for the arguments.
 template <class Isa, class Op, class Run>
 HD void with_row_instance(const NnArgs& args, const Run& run) {
   with_lanes<Isa>(args.image.dtype, [&](auto lanes) HD_LAMBDA {

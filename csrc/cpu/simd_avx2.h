@@ -203,7 +203,7 @@ HD Avx2 operator/(Avx2 a, Avx2 b) { return _mm256_div_ps(a.value, b.value); }
 HD Avx2 fma(Avx2 a, Avx2 b, Avx2 c) { return _mm256_fmadd_ps(a.value, b.value, c.value); }
 HD Avx2 sqrt(Avx2 a) { return _mm256_sqrt_ps(a.value); }
 HD Avx2 max_nan(Avx2 a, Avx2 b) {
-  // maxps returns its second operand when either is NaN, so only a NaN in a has to be put back.
+  // maxps returns its second operand when either is NaN, so only a NaN in a must be put back.
   return _mm256_blendv_ps(_mm256_max_ps(a.value, b.value), a.value,
                           _mm256_cmp_ps(a.value, a.value, _CMP_UNORD_Q));
 }

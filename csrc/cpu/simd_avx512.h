@@ -213,7 +213,7 @@ HD Avx512 operator/(Avx512 a, Avx512 b) { return _mm512_div_ps(a.value, b.value)
 HD Avx512 fma(Avx512 a, Avx512 b, Avx512 c) { return _mm512_fmadd_ps(a.value, b.value, c.value); }
 HD Avx512 sqrt(Avx512 a) { return _mm512_sqrt_ps(a.value); }
 HD Avx512 max_nan(Avx512 a, Avx512 b) {
-  // maxps returns its second operand when either is NaN, so only a NaN in a has to be put back.
+  // maxps returns its second operand when either is NaN, so only a NaN in a must be put back.
   const __mmask16 nan = _mm512_cmp_ps_mask(a.value, a.value, _CMP_UNORD_Q);
   return _mm512_mask_mov_ps(_mm512_max_ps(a.value, b.value), nan, a.value);
 }

@@ -1,6 +1,6 @@
-// Any mixture of types, a block at a time: each list is widened into floats by a loop that knows
-// its type, the op runs over floats, and each list is narrowed again. So there is one loop of each
-// op and one of each type, and none asks for types within.
+// Any mixture of types, a block at a time: each list is widened into floats by a loop for its type,
+// the op runs over floats, and each list is narrowed again. So there is one loop for each op and
+// one for each type, and none branches on types within.
 #pragma once
 
 #include "walk.h"
@@ -14,7 +14,7 @@ struct OneType {
   HD constexpr DType operator()(int list) const { return list == kModel ? kWeight : kType; }
 };
 
-// Calls run(OneType) for a list that is there.
+// Calls run(OneType) for a list that exists.
 template <class Run>
 HD void with_one_type(DType type, const Run& run) {
   with_split(type, [&](auto split) HD_LAMBDA {
@@ -148,7 +148,7 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
   for (int list = 0; list < kLists; ++list) {
     if (!((Op::kReads | Op::kWrites) & bit(list))) continue;
     const DType type = lists.dtype[list];
-    // FP32 lists are where they are.
+    // FP32 lists are used in place.
     written[list] = type == DType::kNone ? nullptr : stage[list];
     if (type == DType::kFloat32) written[list] = reinterpret_cast<float*>(lists.data[list]) + first;
     read[list] = written[list] ? written[list] : kZeros;

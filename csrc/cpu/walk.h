@@ -21,7 +21,7 @@ HD char* address(const TableView& view, int list, const Chunk& chunk) {
 constexpr int kCacheLine = 64;
 constexpr int kLine = kCacheLine / 2;  // elements: a line of halves
 
-// A table of so many chunks (16 M elements) is more than caches hold.
+// A table of this many chunks (16 M elements) is larger than caches.
 constexpr int64_t kLargeTable = 512;
 
 // The lists of one chunk. An absent list has type kNone: it loads as zero and does not store.
@@ -109,7 +109,7 @@ HD bool with_master_types(const ChunkLists& lists, unsigned used, const Run& run
 template <class Op, class Run>
 HD void with_types(const ChunkLists& lists, const Run& run) {
   constexpr unsigned kUsed = Op::kReads | Op::kWrites;
-  // By blocks alone (stage.h) these steps take 1.3 to 1.7 times as long.
+  // Through blocks alone (stage.h) these steps take 1.3 to 1.7 times as long.
   constexpr bool kMayBeEncoded = (kUsed & bit(kParam)) && (kUsed & bit(kModel));
   bool known = false;
   const auto try_types = [&](auto types) HD_LAMBDA {
@@ -158,9 +158,9 @@ struct Prefetch {
 constexpr unsigned kRewritten = bit(kUnscaled);
 
 // When element v of a step of kStep starts a cache line in a list of `fetched`, fetches the line
-// kAhead further, in this chunk (kHere: surely) or the next. The hardware's prefetchers stop at the
-// end of each page of 4 KB, of which an Adam step walks five side by side, and do not know where
-// the next tensor is: 15 % of a large step from memory, 40 % of one over small tensors (AVX-512
+// kAhead further, in this chunk (kHere: always) or the next. The hardware's prefetchers stop at the
+// end of each page of 4 KB, of which an Adam step walks five at a time, and do not know where the
+// next tensor is: 15 % of a large step from memory, 40 % of one over small tensors (AVX-512
 // server).
 template <bool kHere, class Distance, int kStep, class Types>
 HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t step, int v) {

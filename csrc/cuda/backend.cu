@@ -1,6 +1,6 @@
-// The CUDA backend: which kernel each call launches, one each and two for an update that needs
-// norms of its own (LAMB). So a step is two launches, inspect (or prepare, without an inspection)
-// and update, whatever the table; LAMB's and LARC's are three.
+// The CUDA backend: the kernel that each call launches. An update that needs its own norms (LAMB)
+// launches two. So a step is two launches for any table, inspect (or prepare, without an
+// inspection) and update; LAMB's and LARC's are three.
 #include <cuda_runtime.h>
 
 #include <type_traits>

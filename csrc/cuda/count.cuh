@@ -8,9 +8,9 @@
 
 namespace ampfuse {
 
-// All threads call begin() and end(); between, each counts for itself but for the few elements
-// whose exponents are counted. The counts are integers, so the order in which blocks and threads
-// add changes nothing.
+// All threads call begin() and end(). In between each has its own counts, except those of the few
+// elements whose exponents are counted. The counts are integers, so the order in which blocks and
+// threads add them does not matter.
 class Counter {
  public:
   // `changed`: where the bits of the chunk's changed weights go, or null.

@@ -1,13 +1,11 @@
-// A table's columns in device memory, kept between calls: only what differs from what the device
-// has is uploaded.
+// A table's columns in device memory, kept between calls: only differences are uploaded.
 //
 // Note [captured tables]. A copy from host memory that is captured in a CUDA graph would read the
-// host again at every replay, long after the staging buffer holds something else; and columns
-// shared between a graph and eager steps would show the graph whatever an eager step uploaded last.
-// So each capture gets columns of its own, filled once, outside the graph, and given to the graph
-// as a user object that dies with it. Their memory does not come from the allocator of the capture,
-// whose pool may hand the graph an address that an earlier node of the same graph writes again at
-// every replay.
+// host again at every replay, long after the staging buffer was reused; and columns shared between
+// a graph and eager steps would give the graph the last upload of an eager step. So each capture
+// gets its own columns, filled once, outside the graph, and given to the graph as a user object
+// that dies with it. Their memory does not come from the allocator of the capture, whose pool may
+// hand the graph an address that an earlier node of the same graph writes again at every replay.
 #pragma once
 
 #include <cuda_runtime.h>

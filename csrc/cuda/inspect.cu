@@ -32,7 +32,7 @@ __device__ inline double sweep_sums(const TableView& view) {
   return block_broadcast(block_sum(sum));
 }
 
-// What the partials of all chunks say, in thread 0.
+// The result of the partials of all chunks, in thread 0.
 __device__ inline InspectResult sweep_partials(const TableView& view) {
   const double sum = sweep_sums(view);
   if (sum - sum == 0) return {sum, -1, 0};  // squares of FP32 do not overflow FP64: all are finite
@@ -51,16 +51,15 @@ __device__ inline InspectResult sweep_partials(const TableView& view) {
   return {sum, row, block_max(bits)};
 }
 
-// Decides the step, then advances the rows; by one block, whose barrier orders the one before the
-// other.
+// Decides the step, then advances the rows. One block does both, and its barrier orders them.
 __device__ inline void prepare_by_block(const TableView& view, const Preparation& preparation) {
   if (threadIdx.x == 0) decide_step(*preparation.state, preparation.decision);
   __syncthreads();
   advance_rows(view, preparation, threadIdx.x, blockDim.x);
 }
 
-// By the last block. Not inlined: its registers would be those of every block, and leave a third
-// fewer of them in flight.
+// Run by the last block. Not inlined: every block would need its registers, and a third fewer of
+// them would be in flight.
 __device__ __attribute__((noinline)) void finish_inspection(const TableView& view,
                                                             const InspectArgs& args) {
   const InspectResult found = sweep_partials(view);

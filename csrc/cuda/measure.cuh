@@ -1,6 +1,6 @@
 // Passes that measure: they run an op as apply.cuh does and take the norms of what it leaves in
-// some lists. One block per chunk leaves a partial for each list in the table, and the last block
-// of a row makes its norms of them. See core/reduce.h for the order of the sums.
+// some lists. One block per chunk writes a partial for each list to the table, and the last block
+// of a row computes its norms from them. See core/reduce.h for the order of the sums.
 #pragma once
 
 #include "apply.cuh"
@@ -162,8 +162,8 @@ HD constexpr int measuring_blocks(unsigned used, bool metered, Encoded encoded_l
   return (lists == 1 ? 4 : lists <= 3 ? 3 : lists == 4 ? 2 : 1 + encoded) / (encoded ? 2 : 1);
 }
 
-// Where a pass leaves the norm and the largest magnitude of each row: [measures][rows], either may
-// be null.
+// The outputs of a pass, norm and largest magnitude of each row: [measures][rows], either may be
+// null.
 struct RowNorms {
   float* norms = nullptr;
   float* largest = nullptr;
@@ -175,7 +175,7 @@ struct RowNorms {
   }
 };
 
-// No block finishes a row without elements, so the first blocks write its norms, one row a thread.
+// Rows without elements have no block, so the first blocks write their norms, one row a thread.
 __device__ inline void finish_empty_rows(const TableView& view, int measures, const RowNorms& out) {
   const int64_t threads = int64_t(gridDim.x) * kLanes;
 #pragma unroll 1

@@ -212,7 +212,7 @@ __device__ inline Pack<kWidth> narrow(const float (&value)[kWidth]) {
   return pack;
 }
 
-// ... as `dtype` says.
+// The same for a type that is known when running.
 template <int kWidth>
 __device__ inline Pack<kWidth> narrow(const float (&value)[kWidth], DType dtype) {
   Pack<kWidth> pack;

@@ -1,5 +1,5 @@
-// The value type of what a thread holds of neighbouring elements, under the names of scalar.h: a
-// branch is taken once for all of them, and their arithmetic, long chains each, runs side by side.
+// The value type of a thread's neighbouring elements, with the functions of scalar.h: a branch is
+// taken once for all of them, and their arithmetic, long chains each, runs in parallel.
 #pragma once
 
 #include "core/quantized.h"
@@ -114,9 +114,9 @@ HD bool magnitudes_within(const Vector<float, kWidth>& a) {
   return all;
 }
 
-// Division and square root by the instructions that nvcc makes of them, but for its branch at every
-// element, to what is slow and right for all values: here it is one for all lanes. In the ranges
-// asked for, no step over- or underflows, and nvcc's own check lets them pass.
+// Division and square root by the instructions that nvcc generates for them. nvcc branches at every
+// element, to a slow path that is right for all values; here it is one branch for all lanes. In the
+// ranges checked for, no step over- or underflows, and nvcc's own check lets them pass.
 template <int kWidth>
 HD Vector<float, kWidth> quotient_of_usual(const Vector<float, kWidth>& a,
                                            const Vector<float, kWidth>& b) {

@@ -74,7 +74,7 @@ what its ``state`` holds.)")
       .def(
           "param", [](Bound& table, int64_t row) { return table.rows().at(row).param; },
           py::arg("row"), "What the row's step works on.")
-      .def("model", model, py::arg("row"), "The half weight beside a master.")
+      .def("model", model, py::arg("row"), "The half weight of a master.")
       .def(
           "name", [](Bound& table, int64_t row) { return table.rows().at(row).name; },
           py::arg("row"), "What messages call it.")
@@ -106,7 +106,7 @@ Of any floating type; the caller keeps it alive. ValueError: the algorithm has n
 
 The addresses of parameter and model weight (0 for none), and whether the weight, or else the
 parameter, requires a gradient.)")
-      .def_readonly("masters", &Bound::masters, "FP32 masters and the half weights beside them.")
+      .def_readonly("masters", &Bound::masters, "FP32 masters and their half weights.")
       .def_readonly("inspector", &Bound::inspector, "What inspections found.")
       .def_readonly("gradients", &Bound::gradients, "Gradients between two steps.")
       .def_readonly("plan", &Bound::plan, "One step.");

@@ -114,7 +114,7 @@ class Product {
   Product(const Tensor& x, const Tensor& weight, Side h, Side w)
       : x_(x), weight_(weight), h_(h), w_(w) {}
 
-  // Of the results, as of torch's.
+  // The strides of the results, as torch has them.
   at::MemoryFormat format() const {
     return x_.suggest_memory_format() == kChannelsLast ||
                    weight_.suggest_memory_format() == kChannelsLast

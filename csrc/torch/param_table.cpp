@@ -53,9 +53,8 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
     TORCH_CHECK(is_laid_out_as(*model, param), row.name,
                 ": master and model weight differ, in shapes ", param.sizes(), " and ",
                 model->sizes(), " or in strides ", param.strides(), " and ", model->strides());
-    TORCH_CHECK_TYPE(
-        !row.is_split || element_size(dtype_of(*model)) == 2, row.name,
-        ": the remainder of a split master stands beside a weight of float16 or bfloat16");
+    TORCH_CHECK_TYPE(!row.is_split || element_size(dtype_of(*model)) == 2, row.name,
+                     ": the remainder of a split master needs a weight of float16 or bfloat16");
     row.model = *model;
     row.model_version = model_version;
     row.model_data = model->data_ptr();

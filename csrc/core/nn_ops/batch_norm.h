@@ -1,5 +1,5 @@
 // Batch normalization, with the residual addition and the ReLU that follow it in convolutional
-// nets.
+// networks.
 //
 //   forward    mean, var = over the rows of x
 //              y = relu((x - mean) * weight / sqrt(var + eps) + bias + residual)
