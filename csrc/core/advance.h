@@ -1,5 +1,5 @@
-// What comes between an inspection and the update: the rows' columns advance, and their
-// coefficients are computed.
+// The work between an inspection and the update: the rows' columns advance, and their coefficients
+// are computed.
 #pragma once
 
 #include "core/backend.h"

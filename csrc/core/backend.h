@@ -1,6 +1,6 @@
-// What a backend does with a table. The CPU and CUDA backends look alike: each has one apply
-// harness that walks the chunks, and the ops of core/ops. All pointers are the device's; nothing
-// waits for the device.
+// The operations of a backend on a table. The CPU and CUDA backends are built alike: each has one
+// apply harness that walks the chunks, and the ops of core/ops. All pointers are the device's; no
+// call waits for the device.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace ampfuse {
 
-// What follows an inspection before the update can run: the step is decided in `state`, then the
+// The preparation of an update, after an inspection: the step is decided in `state`, then the
 // columns of the rows that have a gradient are advanced and their coefficients computed.
 struct Preparation {
   StepState* state = nullptr;
@@ -38,7 +38,7 @@ struct InspectArgs {
   Preparation preparation;       // done last, with what was found; none if its state is null
 };
 
-// What inspect multiplies the gradients of scaled rows by.
+// The factor by which inspect multiplies the gradients of scaled rows.
 HD float inverse_scale(const InspectArgs& args) {
   if (args.scale == nullptr) return 1.0f;
   return args.scale_is_inverse ? *args.scale : float(1.0 / double(*args.scale));
@@ -92,8 +92,8 @@ class Backend {
   // preparation, and after the calls that measure norms.
   virtual void merge(const RankResults& found, void* stream) = 0;
 
-  // The update itself, after first_stage(). Returns at once, on the device, if the state says
-  // skip. `meter`: filled by a metered step of an algorithm that steps parameters; or null.
+  // The update itself, after first_stage(). Returns at once, on the device, if the state says skip.
+  // `meter`: filled by a metered step of an algorithm that steps parameters; or null.
   virtual void update(Table& table, Algorithm algorithm, const StepState* state, const Meter* meter,
                       void* stream) = 0;
 

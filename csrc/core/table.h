@@ -26,7 +26,8 @@ HD constexpr int measure_of(unsigned measured, int list) {
   return count_lists(measured & (bit(list) - 1));
 }
 
-// What kernels see: columns, in host memory for the CPU backend and in device memory for CUDA.
+// A kernel's view of a table: columns, in host memory for the CPU backend and in device memory for
+// CUDA.
 struct TableView {
   void* const* data = nullptr;           // [kColumns][rows]
   const DType* dtype = nullptr;          // [kColumns][rows]
@@ -142,8 +143,8 @@ class Table {
     return view;
   }
 
-  // What changed since a backend last copied the columns, which start as zeros; the backend clears
-  // them.
+  // Changes since a backend last copied the columns, which start as zeros; the backend clears
+  // these.
   unsigned changed_lists = 0;
   bool changed_scaled = false;
   bool changed_hyper = false;

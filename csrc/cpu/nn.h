@@ -17,7 +17,7 @@ HD constexpr int64_t coef_stride(const ImageRows& image) {
   return ceil_div(image.channels, kMaskChannels) * kMaskChannels;
 }
 
-// What one thread does with a part of the matrix.
+// The work of one thread on a part of the matrix.
 template <class Isa, class Op>
 struct NnKernel {
   // (`args` is passed by value: through a reference it would be read again after every store to an

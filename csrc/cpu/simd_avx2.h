@@ -59,8 +59,7 @@ struct Avx2 {
 
   // Four vectors of integers from 0 to 255, as bytes.
   HD static void store_bytes(void* data, const Bits (&x)[4]) {
-    // Packing is within each 128 bits: of what they have of the four, dword 4 l + k comes from
-    // x[k].
+    // Packing works within each 128 bits: dword 4 l + k has the bytes of x[k] there.
     const __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32(x[0].value, x[1].value),
                                               _mm256_packus_epi32(x[2].value, x[3].value));
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);

@@ -50,8 +50,7 @@ struct Avx512 {
 
   // Four vectors of integers from 0 to 255, as bytes.
   HD static void store_bytes(void* data, const Bits (&x)[4]) {
-    // Packing is within each 128 bits: of what they have of the four, dword 4 l + k comes from
-    // x[k].
+    // Packing works within each 128 bits: dword 4 l + k has the bytes of x[k] there.
     const __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32(x[0].value, x[1].value),
                                               _mm512_packus_epi32(x[2].value, x[3].value));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);

@@ -64,7 +64,7 @@ class TableUse {
   TableUse(const TableUse&) = delete;
   TableUse& operator=(const TableUse&) = delete;
 
-  // What a pass over them begins with.
+  // A pass over the columns, with default arguments.
   DevicePass pass() const {
     DevicePass pass{columns_.view, columns_.present, columns_.encoded, columns_.tickets, stream_};
     pass.view.only = only_;

@@ -44,7 +44,7 @@ struct Pack {
     const uint32_t bits = word[k / kPerWord] >> 8 * kSize * (k % kPerWord);
     return kSize == 4 ? bits : bits & ((1u << 8 * kSize % 32) - 1);
   }
-  // ... which was zero.
+  // Sets element k, which must be zero before.
   template <int kSize>
   __device__ void put(int k, uint32_t bits) {
     constexpr int kPerWord = 4 / kSize;

@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace ampfuse {
 namespace {
 
-// What Python calls ParamTable: the rows, and what works on them.
+// Python's ParamTable: the rows, and the classes that work on them.
 struct Bound : ParamTable {
   using ParamTable::ParamTable;
   Masters masters{*this};
@@ -60,8 +60,8 @@ With "none" the table keeps gradients only, for an optimizer that steps by itsel
 `model` is the half weight of the FP32 master `param`, or of the remainder of a split one, int16;
 `model_version` the version of it that the master has followed; `at_random`: a BF16 parameter
 is rounded stochastically; `whole`: the DTensor whose local tensor `model` is, or without it
-`param`, from its element `origin` on; `algorithm`: of the row, if not the table's. RuntimeError or TypeError, naming the row, for tensors that
-the kernels cannot walk.)")
+`param`, from its element `origin` on; `algorithm`: the row's, if not the table's. RuntimeError or
+TypeError, naming the row, for tensors that the kernels cannot walk.)")
       .def(
           "remember", &Bound::remember, py::arg("groups") = py::none(),
           py::arg("states") = py::none(),
@@ -82,8 +82,9 @@ what its ``state`` holds.)")
            py::arg("storage") = "fp32", py::arg("average") = py::none(),
            R"(The row's states in the kernel's order, at most three, in a storage type of `schema`.
 
-Of each the tensors of that type: elements laid out as the parameter and, where the type has blocks,
-their float32 scales. None: the row has no states yet, and `collect` says so when it has a gradient.
+Each has the tensors of that type: elements laid out as the parameter and, if the type has blocks,
+their float32 scales. None: the row has no states yet, and `collect` reports it once it has a
+gradient.
 `average` (float32): the moving average of the parameter.)")
       .def("steps", &Bound::steps,
            "The step counts: float32, shape (rows,), on the device; rows' counts are views of it.")
@@ -96,11 +97,10 @@ their float32 scales. None: the row has no states yet, and `collect` says so whe
 
 `lr_tensor` (float32) replaces lr. `on_device` (float64, one element each) replaces both: a step
 reads what these hold when it runs. ValueError: another name.)")
-      .def(
-          "set_scratch", &Bound::set_scratch, py::arg("scratch"),
-          R"(Of rows the memory that stages of a step hand on to each other, in the parameter's layout.
+      .def("set_scratch", &Bound::set_scratch, py::arg("scratch"),
+           R"(Memory of rows that the stages of a step pass on, in the parameter's layout.
 
-Of any floating type; the caller keeps it alive. ValueError: the algorithm has none.)")
+It has any floating type; the caller keeps it alive. ValueError: the algorithm has none.)")
       .def("fingerprint", fingerprint,
            R"(Three int64 a row, to be compared with earlier ones.
 
@@ -163,7 +163,7 @@ with `make`.)")
       .def("materialize", &GradientLedger::materialize, py::arg("all") = false,
            R"(Put FP32 unscaled gradients into the ``.grad`` of masters and their weights.
 
-Of those that carry a scale, or `all`.)")
+Only those that carry a scale, or `all`.)")
       .def("look", &GradientLedger::look, py::arg("param"),
            "The ``.grad`` of a master or of its weight is about to be read.")
       .def("assign", &GradientLedger::assign, py::arg("param"), py::arg("value"),

@@ -156,8 +156,8 @@ bool GradientLedger::end_backward(const at::Tensor& scale, bool check, bool dela
       table_.set_gradient(i, none, false, looks ? earlier : none, none);
     }
   }
-  // Inspects also when the pass left no gradient: the loss scale needs its found_inf.
-  // An overflow that an earlier pass reported is not counted again.
+  // Inspects also when the pass left no gradient: the loss scale needs its found_inf. An overflow
+  // that an earlier pass reported is not counted again.
   if (any) {
     Inspection inspection;
     inspection.record = check;

@@ -43,7 +43,7 @@ class ParamTable {
   void set_scratch(const std::vector<std::pair<int64_t, at::Tensor>>& scratch);
   at::Tensor steps();
   at::Tensor norm_averages();
-  // Containers are those of an optimizer, ``param_groups`` and ``state``; None: not asked for.
+  // Containers are an optimizer's ``param_groups`` and ``state``; None: not checked.
   void remember(pybind11::handle groups, pybind11::handle states);
   bool matches(pybind11::handle groups, pybind11::handle states);
 

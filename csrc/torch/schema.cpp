@@ -73,7 +73,7 @@ py::dict described(const StorageInfo& info) {
   return found;
 }
 
-// What a metered step counts of each row before the exponents, in the order of `MeterCount`.
+// The counts of a metered step for each row before the exponents, in the order of `MeterCount`.
 constexpr const char* kMeterCountNames[] = {"elements", "changed", "stale", "zero", "subnormal"};
 static_assert(std::size(kMeterCountNames) == kExponents);
 

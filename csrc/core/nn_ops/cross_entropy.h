@@ -17,7 +17,7 @@ namespace ampfuse {
 
 constexpr float kLowest = -3.4028235e38f;
 
-// What both passes take. Losses, lse and gradients are of rows, weights of columns.
+// The arguments of both passes. Losses, lse and gradients belong to rows, weights to columns.
 struct CrossEntropy : NnPass {
   enum Image { kLogits, kGradient };
   // The two parts of lse, stored separately: in their sum, large logits would lose digits of their

@@ -7,8 +7,8 @@
 //              dx = rstd * (g - mean(g) - s_hat * mean(g * s_hat)) + ds, also the residual's
 //              gradient; dweight, dbias = the sums of dy * s_hat and dy over the rows
 //
-// (Ba, Kiros & Hinton 2016; Zhang & Sennrich 2019.) Statistics are FP32 whatever the storage.
-// A shift, the row's first value, is subtracted from all values: if the mean is large against the
+// (Ba, Kiros & Hinton 2016; Zhang & Sennrich 2019.) Statistics are FP32 whatever the storage. A
+// shift, the row's first value, is subtracted from all values: if the mean is large against the
 // deviation, rounding it to FP32 would move them all. As the shift is one of the n values, at most
 // eps * sqrt(n) is lost.
 //
@@ -20,7 +20,7 @@
 
 namespace ampfuse {
 
-// What the passes make of a row, and read again.
+// The results of the passes for a row, which they read again.
 struct Norm : NnPass {
   // The mean is less the shift; RMS has none. A value for each row.
   enum Vector { kMean, kRstd };
