@@ -1,5 +1,5 @@
-// What comes between an inspection and the update: the rows' columns advance, and their
-// coefficients are computed.
+// The work between an inspection and the update: the rows' columns advance, and their coefficients
+// are computed.
 #pragma once
 
 #include "core/backend.h"
@@ -17,7 +17,7 @@ HD RowCoef advance_row(const RowHyper& hyper, const StepState& state, bool scale
   return coef;
 }
 
-// Of every `stride`-th row from `begin` on, those that have a gradient. A skipped step leaves the
+// Advances every `stride`-th row from `begin` on, if it has a gradient. A skipped step leaves the
 // columns alone, and its coefficients are never used.
 HD void advance_rows(const TableView& view, const Preparation& preparation, int64_t begin,
                      int64_t stride) {
@@ -25,7 +25,7 @@ HD void advance_rows(const TableView& view, const Preparation& preparation, int6
   if (state.skip != 0) return;
   const RowColumns& columns = preparation.columns;
   const bool differ = columns.differ_by_row();
-  // What the last row advanced was computed from, and what came of it.
+  // The inputs and the result of the last row that was computed.
   int32_t last_entry = -1;
   uint8_t last_scaled = 0;
   float last_steps = 0, advanced = 0;
@@ -35,7 +35,7 @@ HD void advance_rows(const TableView& view, const Preparation& preparation, int6
     const uint8_t scaled = view.scaled[row];
     const float steps = columns.steps[row];
     if (!view.has_gradient(row)) continue;
-    // Rows mostly share everything; then the powers are known already.
+    // Rows mostly share everything, so the powers are known already.
     if (differ || entry != last_entry || scaled != last_scaled || steps != last_steps) {
       coef = advance_row(view.hyper[entry], state, scaled, columns, row);
       advanced = columns.steps[row];

@@ -14,7 +14,7 @@ AlgorithmInfo info_of() {
   info.name = Op::kName;
   if constexpr (kStateCount<Op> > 0) info.states.assign(Op::kStates, Op::kStates + kStateCount<Op>);
   info.unsigned_states = Op::kUnsigned;
-  info.packable = Op::kPackable;
+  info.quantizable = Op::kQuantizable;
   info.grad_norms = Op::kGradNorms;
   if constexpr (kHyperCount<Op> > 0) info.hypers.assign(Op::kHypers, Op::kHypers + kHyperCount<Op>);
   info.last_state_if = Op::kLastStateIf;
@@ -37,8 +37,8 @@ const std::vector<AlgorithmInfo>& algorithms() {
   return found;
 }
 
-// Small parameters are no memory, and often biases and norms, whose neighbours differ in size
-// (Dettmers et al., arXiv:2110.02861).
+// Small parameters take little memory, and are often biases and norms, whose neighbours differ in
+// size (Dettmers et al., arXiv:2110.02861).
 const std::vector<StorageInfo>& storages() {
   constexpr int64_t kMinQuantized = 4096;
   static const std::vector<StorageInfo> found = {

@@ -38,7 +38,7 @@ struct CopyOp;
 using PublishOp = CopyOp<kParam, kModel>;   // model weights from masters
 using JoinOp = CopyOp<kParam, kTarget>;     // values from split masters
 using SplitOp = CopyOp<kSource, kParam>;    // ... and back
-using DecodeOp = CopyOp<kState0, kTarget>;  // values from a state's codes
+using DecodeOp = CopyOp<kState0, kTarget>;  // FP32 values from a quantized state
 using EncodeOp = CopyOp<kSource, kState0>;  // ... and back
 using MapOps = OpList<struct ScaleOp, AxpbyOp<1>, AxpbyOp<2>, AxpbyOp<3>, struct RefreshOp,
                       PublishOp, JoinOp, SplitOp, DecodeOp, EncodeOp>;
@@ -76,13 +76,13 @@ class Choice<OpList<Ops...>> {
   int index_ = 0;
 };
 
-// Hands on a type without a value of it.
+// Passes a type on without a value of it.
 template <class T>
 struct Type {
   using type = T;
 };
 
-// `run` may be the host's alone.
+// `run` may be a host function.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
@@ -95,19 +95,19 @@ HD void visit(Choice<OpList<Ops...>> choice, const Run& run) {
 using Algorithm = Choice<Algorithms>;
 using MapOp = Choice<MapOps>;
 
-// What callers have to know of an algorithm: what its op says.
+// What callers must know about an algorithm, from its op.
 struct AlgorithmInfo {
   Algorithm algorithm;
   const char* name;
   std::vector<const char*> states;  // in the order of kState0, kState1, ...
   unsigned unsigned_states;         // lists of those that are never negative
-  bool packable;                    // its states may be codes with scales
+  bool quantizable;                 // its states may be quantized, with scales
   bool grad_norms;                  // the step needs the norm of each row's gradient
   std::vector<HyperInfo> hypers;
   const char* last_state_if;  // see op.h
   const char* filled_with;
   bool uses_count;
-  bool follows_norms;  // of gradients or weights, row by row
+  bool follows_norms;  // depends on norms of gradients or weights, row by row
   int scratch;         // see kScratch in op.h; -1: none
 };
 
@@ -117,11 +117,11 @@ inline const AlgorithmInfo& info(Algorithm algorithm) { return algorithms()[algo
 // How a row's states are stored: what a user chooses.
 struct StorageInfo {
   const char* name;
-  DType signed_type, unsigned_type;  // of a list; the second of one that is never negative
-  int bits;                          // of an element
+  DType signed_type, unsigned_type;  // a list's type; the second if it is never negative
+  int bits;                          // per element
   bool rounds_at_random;
-  // Of a type with codes: the list of them is called as the state, with this suffix, and beside it
-  // are float32 scales, each of `block` elements as they lie in memory. Else null and 0.
+  // For a quantized type: its list has the state's name with this suffix, and comes with float32
+  // scales, one for each `block` elements as they lie in memory. Else null and 0.
   const char* suffix;
   int block;
   int64_t min_elements;  // smaller parameters keep float32 states

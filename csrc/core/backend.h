@@ -1,6 +1,6 @@
-// What a backend does with a table. The CPU and CUDA backends look alike: each has one apply
-// harness that walks the chunks, and the ops of core/ops. All pointers are the device's; nothing
-// waits for the device.
+// The operations of a backend on a table. The CPU and CUDA backends are built alike: each has one
+// apply harness that walks the chunks, and the ops of core/ops. All pointers are the device's; no
+// call waits for the device.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace ampfuse {
 
-// What follows an inspection before the update can run: the step is decided in `state`, then the
+// The preparation of an update, after an inspection: the step is decided in `state`, then the
 // columns of the rows that have a gradient are advanced and their coefficients computed.
 struct Preparation {
   StepState* state = nullptr;
@@ -29,8 +29,8 @@ struct InspectArgs {
   bool scale_is_inverse = false;  // ... or multiplied, if it is 1 / scale already
   StepState* state = nullptr;     // receives flag, sum of squares, first offending row
   float* kept_scale = nullptr;    // receives *scale: it may change before the gradients are used
-  bool same_pass = false;         // as the inspection before, see record_inspection()
-  bool fresh = false;             // judge the gradients of this pass alone, see InspectOp
+  bool same_pass = false;         // see record_inspection()
+  bool fresh = false;             // check only the gradients of this pass, see InspectOp
   float* found_inf = nullptr;  // set to 1, never cleared, if a gradient is non-finite; may be null
   float* norm = nullptr;       // L2 norm over all rows; may be null
   float* row_norms = nullptr;  // [rows] L2 norm of each; may be null
@@ -38,7 +38,7 @@ struct InspectArgs {
   Preparation preparation;       // done last, with what was found; none if its state is null
 };
 
-// What inspect multiplies the gradients of scaled rows by.
+// The factor by which inspect multiplies the gradients of scaled rows.
 HD float inverse_scale(const InspectArgs& args) {
   if (args.scale == nullptr) return 1.0f;
   return args.scale_is_inverse ? *args.scale : float(1.0 / double(*args.scale));
@@ -80,21 +80,20 @@ class Backend {
   // The L2 norm of each row's kParam; 0 for rows without a gradient.
   virtual void measure_params(Table& table, float* row_norms, void* stream) = 0;
 
-  // The preparation alone, where the inspection was earlier or is none.
+  // The preparation alone, if the inspection was earlier or there is none.
   virtual void prepare(Table& table, const Preparation& preparation, void* stream) = 0;
 
-  // For an algorithm with two stages: the pass of the first. Returns where the norms that it
-  // measures are on the device, L2 norms [kMeasures][rows]; null where it measures none, and of a
-  // skipped step.
+  // For an algorithm with two stages: the pass of the first. Returns the norms that it measures, L2
+  // norms [kMeasures][rows] on the device; null if it measures none, and for a skipped step.
   virtual float* first_stage(Table& table, Algorithm algorithm, const StepState* state,
                              void* stream) = 0;
 
-  // Where the rows are shards: of what each rank found, what all did. Between an inspection and its
+  // If the rows are shards: merges what each rank found. Called between an inspection and its
   // preparation, and after the calls that measure norms.
-  virtual void merge(const Findings& found, void* stream) = 0;
+  virtual void merge(const RankResults& found, void* stream) = 0;
 
-  // The update itself, after first_stage(). Returns at once, on the device, if the state says
-  // skip. `meter`: what a metered step fills, of an algorithm that steps parameters; or null.
+  // The update itself, after first_stage(). Returns at once, on the device, if the state says skip.
+  // `meter`: filled by a metered step of an algorithm that steps parameters; or null.
   virtual void update(Table& table, Algorithm algorithm, const StepState* state, const Meter* meter,
                       void* stream) = 0;
 
@@ -113,7 +112,8 @@ AMPFUSE_API Backend& cpu_backend();
 AMPFUSE_API Backend* cuda_backend();   // nullptr where CUDA was not built
 AMPFUSE_API const char* cuda_archs();  // "compute_75 sm_75 sm_80": what it was built for
 
-// As 13020 for CUDA 13.2: of the runtime in it, and what this machine's driver is for; 0: none.
+// The runtime's version and the newest that this machine's driver supports: 13020 for CUDA 13.2; 0:
+// none.
 struct CudaVersions {
   int runtime = 0, driver = 0;
 };
@@ -122,13 +122,13 @@ AMPFUSE_API CudaVersions cuda_versions();  // initializes nothing
 AMPFUSE_API const char*
 cpu_isa();  // "scalar", "avx2" or "avx512": what runs, or what AMPFUSE_CPU_ISA forces
 
-// How the CPU backend runs its tasks: body(begin, end) over [0, count). The binding hands in
-// torch's pool; the default runs them one after another.
+// How the CPU backend runs its tasks: body(begin, end) over [0, count). The binding passes torch's
+// pool; the default runs them one after another.
 using ParallelFor =
     std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;
 AMPFUSE_API void set_parallel_for(ParallelFor parallel_for, int (*thread_count)());
 
-// Where the CUDA backend gets memory on the current device. The binding hands in torch's caching
+// Where the CUDA backend gets memory on the current device. The binding passes torch's caching
 // allocator.
 using Allocate = std::shared_ptr<void> (*)(size_t bytes);
 AMPFUSE_API void set_device_allocator(Allocate allocate);

@@ -1,4 +1,4 @@
-// Errors of the core are exceptions whose text says what was found and what to do.
+// Errors of the core are exceptions whose text describes the problem and the solution.
 #pragma once
 
 #include <sstream>

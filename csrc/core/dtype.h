@@ -1,7 +1,7 @@
 // Storage types. Arithmetic is FP32 everywhere; a value is widened when it is loaded and rounded
 // once, to nearest even, when it is stored. A plain type, which needs nothing but the value, is a
-// Storage here and a Lanes beside each SIMD value; with_storage() is the only place that tells them
-// apart. What else there is stands in compact.h.
+// Storage here and a Lanes of each SIMD value; with_storage() is the only place that tells plain
+// types apart. The other types are encoded: quantized.h has them.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,13 @@ enum class DType : uint8_t {
   kFloat32,
   kFloat16,
   kBFloat16,
-  // The compact ones: of kParam, what a half-precision model weight leaves of its FP32 master;
+  // The encoded types. For kParam: the remainder of an FP32 master beyond its half-precision
+  // weight.
   kRemainderFloat16,
   kRemainderBFloat16,
-  // BF16 rounded at random;
+  // BF16 with stochastic rounding.
   kRandomBFloat16,
-  // of a state, codes with a scale for each block of elements.
+  // For a state: quantized values with a scale for each block of elements.
   kSigned8,
   kUnsigned8,
   kE4M3,
@@ -36,13 +37,13 @@ HD constexpr bool is_plain(DType dtype) { return dtype <= DType::kBFloat16; }
 HD constexpr bool is_remainder(DType dtype) {
   return dtype == DType::kRemainderFloat16 || dtype == DType::kRemainderBFloat16;
 }
-HD constexpr bool is_code(DType dtype) { return dtype >= DType::kSigned8; }
-// Of a storage's types, that of states which are never negative, from the other.
+HD constexpr bool is_quantized(DType dtype) { return dtype >= DType::kSigned8; }
+// The type of a storage for states that are never negative, from its type for the others.
 HD constexpr DType without_sign(DType dtype) {
-  return is_code(dtype) ? DType(uint8_t(dtype) + 1) : dtype;
+  return is_quantized(dtype) ? DType(uint8_t(dtype) + 1) : dtype;
 }
 
-// Whose bits a list of the type holds, where they are a plain type's.
+// The plain type whose bits a list of the type holds, if there is one.
 HD constexpr DType plain(DType dtype) {
   return dtype == DType::kRandomBFloat16 ? DType::kBFloat16 : dtype;
 }
@@ -139,7 +140,7 @@ struct Storage<DType::kBFloat16> {
   HD static Stored narrow(float value) { return float_to_bfloat16(value); }
 };
 
-// Calls run(Storage) of a list of a plain type; nothing for kNone. `run` may be the host's alone.
+// Calls run(Storage) for a plain type, and nothing for kNone. `run` may be a host function.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
@@ -161,13 +162,13 @@ HD constexpr void with_storage(DType dtype, const Run& run) {
 
 // In bytes; 0 for kNone.
 HD constexpr int64_t element_size(DType dtype) {
-  return dtype == DType::kNone ? 0 : dtype == DType::kFloat32 ? 4 : is_code(dtype) ? 1 : 2;
+  return dtype == DType::kNone ? 0 : dtype == DType::kFloat32 ? 4 : is_quantized(dtype) ? 1 : 2;
 }
 
 HD constexpr bool fills_word(DType dtype) { return dtype == DType::kFloat32; }
 
-// The bits of element i, which on the host may be anywhere in memory. On a device it is where its
-// type may be, and bytes would not do: of the lower byte of a half, nvcc 13.0 makes the integer
+// The bits of element i, at any address on the host. On a device the address is aligned for its
+// type, and copying bytes would not do: nvcc 13.0 turns the lower byte of a half into the integer
 // next to the half's value.
 template <class Stored>
 HD Stored load_bits(const void* data, int64_t i) {

@@ -32,10 +32,10 @@ HD F exponential(F a) {
   return select_equal(bounded, F(kLeast), F(0.0f), power * scale);
 }
 
-// 2^w within two units of FP32, for w from -254 to 0; where FP32 has no normal numbers left, some
-// number below these: for what is a factor of something small there anyway, it is cheaper than
-// exponential(). w = n + f with |f| <= 1 / 2, and n is added to the exponent. (The addition
-// that rounds to an integer leaves it in the low bits.)
+// 2^w within two units of FP32, for w from -254 to 0; some smaller number where FP32 has no normal
+// numbers left. It is cheaper than exponential(), for factors of something that is small there
+// anyway. w = n + f with |f| <= 1 / 2, and n is added to the exponent. (The addition that rounds to
+// an integer leaves it in the low bits.)
 template <class F>
 HD F two_to(const F& w) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23

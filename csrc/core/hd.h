@@ -1,9 +1,10 @@
-// HD marks what runs on host and device alike; HD_LAMBDA, behind its parameters, a lambda within.
+// HD marks a function that runs on host and device; HD_LAMBDA, after its parameters, a lambda in
+// it.
 //
 // On the host it is always inlined: each CPU instruction set has a translation unit of its own, and
 // an out-of-line copy made in one of them could be the one that the linker keeps for all.
-// UNROLL_LISTS stands before a loop over the lists of a table. AMPFUSE_API marks what a binding
-// calls of the core, which is a library of its own (cmake/core.map.in).
+// UNROLL_LISTS stands before a loop over the lists of a table. AMPFUSE_API marks the functions of
+// the core, which is a library of its own (cmake/core.map.in), that a binding calls.
 #pragma once
 
 #define AMPFUSE_API __attribute__((visibility("default")))

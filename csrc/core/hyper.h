@@ -1,4 +1,4 @@
-// Hyper-parameters of one tensor row, and the coefficients that its elements meet.
+// Hyper-parameters of one tensor row, and the coefficients for its elements.
 //
 // Every row has its own, so parameter groups cost no launch; rows of a group share the entry that
 // holds them. `RowHyper` is what the user set, in double; `RowStep` turns it, once per step and
@@ -31,8 +31,8 @@ enum HyperFlag : int32_t {
   kClippedRatio = 2048,  // LARC: ... so that lr times ratio is at most lr
 };
 
-// Numbers that a step reads on the device, as those of a captured graph, which change between its
-// replays. Null where a number is the row's own.
+// Numbers that a step reads on the device, such as those of a captured graph, which change between
+// its replays. Null if the row's own number is used.
 struct OnDevice {
   const double* lr = nullptr;
   const double* weight_decay = nullptr;
@@ -47,23 +47,23 @@ struct RowHyper {
   double beta1 = 0, beta2 = 0, eps = 0;         // Adam, AdamW, LAMB, NovoGrad; eps of Adagrad
   double lr_decay = 0;                          // Adagrad
   double trust_coefficient = 0, trust_eps = 0;  // LARC
-  double ema_decay = 1;                         // of kAverage
-  double seed = 0;                              // of stochastic rounding: an integer below 2^32
+  double ema_decay = 1;                         // for kAverage
+  double seed = 0;                              // for stochastic rounding: an integer below 2^32
   const float* lr_tensor = nullptr;             // device value that replaces lr
   OnDevice on_device;                           // replaces both
   int32_t flags = 0;
   int32_t algorithm = 0;  // an Algorithm's index
 };
 
-// A hyper-parameter of an algorithm, as its op lists it: the one description of it that there is.
+// A hyper-parameter of an algorithm, as its op lists it. This is its only description.
 struct HyperInfo {
   const char* name;           // in ParamTable.set_hyper
-  const char* key;            // in a parameter group; null: not there, always as it is
-  int index;                  // of the group's value, where that is a pair; or -1
-  double initial;             // where a group does not have it
+  const char* key;            // in a parameter group; null: not there, a constant
+  int index;                  // in the group's value, if that is a pair; or -1
+  double initial;             // if a group does not have it
   double RowHyper::* number;  // what it sets; null for a flag
   int32_t flag;
-  double off;  // the flag is set where the group's value is another
+  double off;  // the flag is set if the group's value differs from this
 };
 
 namespace hyper {
@@ -74,7 +74,7 @@ constexpr HyperInfo number(const char* name, double RowHyper::* number, double i
 constexpr HyperInfo flag(const char* name, HyperFlag flag, const char* key, bool initial = false) {
   return {name, key, -1, double(initial), nullptr, flag, 0};
 }
-// Set where the group says no.
+// Set if the group's value is false.
 constexpr HyperInfo unless(const char* name, HyperFlag flag, const char* key, bool initial = true) {
   return {name, key, -1, double(initial), nullptr, flag, 1};
 }
@@ -101,7 +101,7 @@ constexpr HyperInfo decoupled(bool initial = false) {
 constexpr HyperInfo uncorrected() { return unless("uncorrected", kUncorrected, "bias_correction"); }
 constexpr HyperInfo unaveraged() { return unless("unaveraged", kUnaveraged, "grad_averaging"); }
 
-// Of all algorithms, from options of the optimizer and not from its groups.
+// Hyper-parameters of all algorithms, from options of the optimizer and not from its groups.
 constexpr HyperInfo kOfAll[] = {
     number("seed", &RowHyper::seed, 0),
     number("ema_decay", &RowHyper::ema_decay, 1),
@@ -113,8 +113,8 @@ constexpr HyperInfo kOfAll[] = {
 
 }  // namespace hyper
 
-// Aligned so that device code moves it in accesses of 16 bytes. What is not said to be of all
-// optimizers an op's prepare() sets if the op uses it.
+// Aligned so that device code moves it in accesses of 16 bytes. The first nine are for all
+// optimizers; an op's prepare() sets the others that it uses.
 struct alignas(16) RowCoef {
   float grad_scale = 0;  // clip / loss scale for a scaled row, clip otherwise; negative to maximize
   float inverse_scale = 1;  // 1 / loss scale for a scaled row, 1 otherwise
@@ -123,16 +123,16 @@ struct alignas(16) RowCoef {
   float decay = 1;          // decoupled: p *= decay = 1 - lr * weight_decay
   float lr = 0;
   int32_t flags = 0;
-  float average_weight = 0;  // of the parameter in its moving average
-  uint32_t random_key = 0;   // of the row in this step; these nine are of all
+  float average_weight = 0;  // the parameter's weight in its moving average
+  uint32_t random_key = 0;   // of the row in this step; the last of the nine for all optimizers
   float momentum = 0, one_minus_dampening = 0;
   float beta1 = 0, one_minus_beta1 = 0, beta2 = 0, one_minus_beta2 = 0;
   float step_size = 0, eps = 0;
-  float grad_weight = 0;  // of the gradient in the next exp_avg
-  float correction = 1;   // of the bias
+  float grad_weight = 0;  // the gradient's weight in the next exp_avg
+  float correction = 1;   // bias correction
 };
 
-// What rows keep from step to step and what a step knows of each: columns of floats, [rows].
+// What rows keep from step to step and what a step has measured of each: columns of floats, [rows].
 struct RowColumns {
   float* steps = nullptr;               // applied steps
   float* norm_averages = nullptr;       // NovoGrad: the average of gradient norms, as a norm
@@ -163,7 +163,7 @@ HD double power(double base, int64_t exponent) {
   return result;
 }
 
-// LARC (You et al., arXiv:1708.03888): what multiplies gradient and weight decay.
+// LARC (You et al., arXiv:1708.03888): the factor of gradient and weight decay.
 HD double layerwise_ratio(const RowHyper& hyper, double lr, double param_norm, double grad_norm) {
   const double ratio = hyper.trust_coefficient * param_norm /
                        (grad_norm + hyper.weight_decay * param_norm + hyper.trust_eps);
@@ -173,11 +173,11 @@ HD double layerwise_ratio(const RowHyper& hyper, double lr, double param_norm, d
 
 // One row's step in double, from which its coefficients come. An op's prepare() may change it.
 struct RowStep {
-  RowHyper hyper;  // as they are in this step
-  int64_t count;   // of the row's applied steps, this one included
+  RowHyper hyper;  // the values of this step
+  int64_t count;   // the row's applied steps, this one included
   double lr;       // after Adagrad's decay
   double weight_decay;
-  double multiplier;  // of the unscaled gradient
+  double multiplier;  // for the unscaled gradient
   int32_t flags;
   const RowColumns* columns;
   int64_t row;
@@ -188,7 +188,7 @@ struct RowStep {
   }
   HD bool is_corrected() const { return !(hyper.flags & kUncorrected); }
 
-  // By NovoGrad's choice of norm.
+  // The norm that NovoGrad's norm_type chooses.
   HD double grad_norm() const {
     return double((hyper.flags & kInfinityNorm ? columns->grad_largest : columns->grad_norms)[row]);
   }
@@ -204,7 +204,7 @@ struct RowStep {
       multiplier *= ratio;
       weight_decay *= ratio;
     } else {
-      weight_decay = 0;  // such as a bias at its start: its gradient as it is
+      weight_decay = 0;  // such as a bias at its start: its gradient is not scaled
     }
     flags &= ~(kDecoupled | kLateDecay);
   }

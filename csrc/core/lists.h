@@ -1,5 +1,5 @@
-// The lists of a table: a row is one tensor with everything that belongs to it, its gradient, its
-// parameter, its moments, and a list is one such role over all rows.
+// The lists of a table. A row is one tensor with everything that belongs to it: its gradient, its
+// parameter, its moments. A list is one such role over all rows.
 #pragma once
 
 #include "hd.h"
@@ -10,16 +10,16 @@ namespace ampfuse {
 enum List : int {
   kGrad,         // as autograd left it, perhaps scaled
   kAccumulated,  // FP32 (or the parameter's type), unscaled, from earlier backward passes
-  kGradOut,      // where inspect writes unscaled gradients, if anywhere
-  kUnscaled,     // where the update does: over scaled ones
+  kGradOut,      // where inspect writes unscaled gradients, if it writes them
+  kUnscaled,     // where the update writes them: over the scaled ones
   kParam,        // what the optimizer steps: the FP32 master, or the parameter itself
-  kModel,        // the half-precision model weight beside a master
+  kModel,        // the half-precision model weight of a master
   kState0,       // the optimizer's states, in the order in which its op names them
   kState1,
   kState2,
   kAverage,  // the exponential moving average of kParam
   kLists,
-  // Columns beside the lists: the scales of each state's codes, of which a row has one a block.
+  // Columns after the lists: the scales of each quantized state, one per block of the row.
   kScale0 = kLists,
   kColumns = kScale0 + 3
 };
@@ -37,7 +37,7 @@ HD constexpr unsigned bit(int list) { return 1u << list; }
 
 constexpr unsigned kStates = bit(kState0) | bit(kState1) | bit(kState2);
 
-// A pass measures at most so many lists: LAMB's weights and updates.
+// The most lists that a pass measures: LAMB's weights and updates.
 constexpr int kMeasures = 2;
 
 HD constexpr int count_lists(unsigned lists) {

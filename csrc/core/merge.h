@@ -1,4 +1,4 @@
-// Of what several processes found in their shards of the same parameters: what all found.
+// Merges what several processes found in their shards of the same parameters.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace ampfuse {
 
-struct Findings {
-  // Of each rank, in the order of ranks and `stride` bytes apart: its step state, then its norms.
+struct RankResults {
+  // Each rank's step state and then its norms, in the order of ranks and `stride` bytes apart.
   const char* everyone = nullptr;
   int64_t ranks = 0, stride = 0;
-  StepState* state = nullptr;  // receives what inspections gathered; null: norms alone
+  StepState* state = nullptr;  // receives what inspections gathered; null: only norms
   // [values]: L2 norms; those in [first_largest, end_largest) are largest magnitudes.
   float* norms = nullptr;
   int64_t values = 0, first_largest = 0, end_largest = 0;
@@ -25,7 +25,7 @@ struct Findings {
   }
 };
 
-HD void merge_states(const Findings& found) {
+HD void merge_states(const RankResults& found) {
   StepState merged = *found.state;
   merged.sum_squares = merged.found_inf = merged.pass_found_inf = 0;
   merged.bad_row = -1;
@@ -43,7 +43,7 @@ HD void merge_states(const Findings& found) {
   *found.state = merged;
 }
 
-HD void merge_norm(const Findings& found, int64_t i) {
+HD void merge_norm(const RankResults& found, int64_t i) {
   double squares = 0;
   float largest = 0;
   for (int64_t rank = 0; rank < found.ranks; ++rank) {

@@ -1,6 +1,6 @@
-// What a metered step leaves of each row, beside the step itself: how its weights moved and what
-// its gradient was made of. The pass holds the old and the new weight in registers, so it reads
-// nothing more than any other step.
+// What a metered step records for each row: how its weights moved and what its gradient was made
+// of. The pass has the old and the new weight in registers, so it reads no more than any other
+// step.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace ampfuse {
 
 // Exponents of the gradient are counted by fours, in bins that begin at 2^-126, 2^-122, ..., 2^-14
-// (FP16's smallest normal number), ..., 2^122; the first bin is of all below. A sample is enough:
+// (FP16's smallest normal number), ..., 2^122; the first bin counts all below. A sample is enough:
 // the first 16 of every 1,024 elements of a chunk.
 constexpr int kExponentBins = 64;
 
@@ -42,8 +42,8 @@ struct Meter {
   }
 };
 
-// The squares of updates are added in FP32, and a pass that writes cannot look a second time as
-// reduce.h does: this brings updates from 2^-93 to 2^33 into its range.
+// The squares of updates are added in FP32, and a pass that writes cannot read a second time as
+// reduce.h does: this factor brings updates from 2^-93 to 2^33 into its range.
 constexpr float kUpdateFactor = 1073741824.0f;  // 2^30
 
 // The smallest normal number of a type.

@@ -6,12 +6,12 @@
 
 namespace ampfuse {
 
-// A bit for each element of F. What changed has moved, and what is zero is tiny.
+// A bit for each element of F. A changed element is also moved, and a zero one is also tiny.
 struct Marks {
   uint32_t changed, moved, zero, tiny;
 };
 
-// Runs the op and measures the update and the new weight; marks() then tells of the same elements.
+// Runs the op and measures the update and the new weight; marks() is for the same elements.
 template <class Op>
 struct Metered : Op {
   static constexpr bool kMetered = true;
@@ -39,7 +39,8 @@ struct Metered : Op {
   template <class F>
   HD static Marks marks(const F (&x)[kLists], DType half, DType split, DType gradient) {
     Marks marks;
-    marks.changed = differ_as(half, weight_of(split, x[kOld]), weight_of(split, x[kParam]));
+    marks.changed =
+        differ_as(half, model_weight_of(split, x[kOld]), model_weight_of(split, x[kParam]));
     marks.moved = differ_as(DType::kFloat32, x[kOld], x[kParam]);
     marks.zero = below(x[kGrad], bits_float(1));
     marks.tiny = below(x[kGrad], smallest_normal(gradient));

@@ -116,7 +116,7 @@ HD uint32_t largest_partial(const Partial* partials, int64_t count) {
   return largest;
 }
 
-// A finite sum has a finite norm, also where FP32 would overflow; inf and NaN stay what they are.
+// A finite sum has a finite norm, even if FP32 would overflow; inf and NaN stay what they are.
 HD float norm_of(double sum_squares) {
   const double norm = square_root(sum_squares);
   const double largest = 3.4028234663852886e38;

@@ -1,5 +1,5 @@
-// The value type of device code and of the scalar CPU backend: plain float, under the names that
-// the SIMD values have too, so that an op reads the same for all of them.
+// The value type of device code and of the scalar CPU backend: plain float, with the same functions
+// as the SIMD values, so that an op is written once for all of them.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ HD float sqrt(float a) {
 #endif
 }
 
-// a / b where neither they nor what leads to the quotient leaves FP32's normal numbers.
+// a / b if neither they nor the intermediate results leave FP32's normal numbers.
 template <class F>
 HD F quotient_of_usual(const F& a, const F& b) {
   return a / b;

@@ -1,5 +1,5 @@
-// What one optimizer's step and one loss scaler know. Both live on the device; the host reads none
-// of it unless a user asks. The functions here run in one thread, on the host or on the device.
+// The state of one optimizer's step and of one loss scaler. Both live on the device; the host reads
+// none of it unless a user asks. The functions here run in one thread, on the host or the device.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +21,11 @@ struct StepState {
   float pass_found_inf = 0;  // ... in the last backward pass: what the loss scale reacts to
   int32_t bad_row = -1;      // the first such row
   uint32_t bad_bits = 0;     // magnitude bits of its largest element
-  // Decided for the step that runs; left for whoever asks about it.
+  // Decided for the current step; kept so that it can be read afterwards.
   float skip = 0;       // 1: update returns at once and nothing changes
-  float grad_norm = 0;  // L2 norm of the unscaled gradients before clipping; NaN where not known
+  float grad_norm = 0;  // L2 norm of the unscaled gradients before clipping; NaN if not known
   float clip_coef = 1;
-  float loss_scale = 1;  // that the gradients were made with
+  float loss_scale = 1;  // that the gradients carry
   // History, for the overflow report.
   int32_t last_bad_row = -1;
   uint32_t last_bad_bits = 0;
@@ -36,7 +36,8 @@ struct StepState {
 // finite. `same_pass`: it belongs to the pass of the inspection before it.
 HD void record_inspection(StepState& state, double sum_squares, int32_t bad_row, uint32_t bad_bits,
                           bool same_pass) {
-  // What made the flag rise earlier is still there, also where only newer gradients were measured.
+  // The non-finite value that set the flag earlier is still there, even if only newer gradients
+  // were measured.
   const double infinity = bits_float(kInfinityBits);
   state.sum_squares = state.found_inf != 0 && sum_squares < infinity ? infinity : sum_squares;
   if (!same_pass) state.pass_found_inf = 0;
@@ -51,7 +52,7 @@ HD void record_inspection(StepState& state, double sum_squares, int32_t bad_row,
 
 struct StepDecision {
   const float* loss_scale = nullptr;  // device value, 1 if absent
-  const float* found_inf = nullptr;   // another's verdict, such as torch.amp.GradScaler's
+  const float* found_inf = nullptr;   // from another source, such as torch.amp.GradScaler
   double max_norm = 0;                // clip to this norm; 0: no clipping
   bool norm_known = false;            // sum_squares belongs to the gradients of this step
   bool skip_nonfinite = false;        // false: non-finite gradients propagate, as in torch

@@ -8,10 +8,10 @@
 #include <memory>
 #include <vector>
 
-#include "compact.h"
 #include "dtype.h"
 #include "hyper.h"
 #include "lists.h"
+#include "quantized.h"
 #include "reduce.h"
 
 namespace ampfuse {
@@ -21,12 +21,13 @@ struct Chunk {
   int32_t index;  // of this chunk within its row: it starts at element index * kChunk
 };
 
-// The place of `list` among those that a pass measures.
+// The index of `list` among the lists that a pass measures.
 HD constexpr int measure_of(unsigned measured, int list) {
   return count_lists(measured & (bit(list) - 1));
 }
 
-// What kernels see: columns, in host memory for the CPU backend and in device memory for CUDA.
+// A kernel's view of a table: columns, in host memory for the CPU backend and in device memory for
+// CUDA.
 struct TableView {
   void* const* data = nullptr;           // [kColumns][rows]
   const DType* dtype = nullptr;          // [kColumns][rows]
@@ -49,7 +50,7 @@ struct TableView {
 
   HD void* pointer(int list, int64_t row) const { return data[list * rows + row]; }
   HD DType type(int list, int64_t row) const { return dtype[list * rows + row]; }
-  // The scale of the block that holds element i of a state, if the state is codes.
+  // The scale of the block that holds element i of a state, if the state is quantized.
   HD float* scale(int list, int64_t row, int64_t i) const {
     float* scales = static_cast<float*>(pointer(list - kState0 + kScale0, row));
     return scales ? scales + i / kBlock : nullptr;
@@ -57,12 +58,12 @@ struct TableView {
   HD bool has_gradient(int64_t row) const {
     return pointer(kGrad, row) != nullptr || pointer(kAccumulated, row) != nullptr;
   }
-  // Whether a pass is about it, if it has a gradient.
+  // Whether the pass covers the row, if it has a gradient.
   HD bool is_meant(int64_t row) const { return only < 0 || hyper[hyper_of[row]].algorithm == only; }
   HD bool is_stepped(int64_t row) const { return has_gradient(row) && is_meant(row); }
 };
 
-// What a backend keeps beside a table between calls: device copies of the columns, scratch memory.
+// What a backend keeps with a table between calls: device copies of the columns, scratch memory.
 struct TableCache {
   virtual ~TableCache() = default;
 };
@@ -104,7 +105,7 @@ class Table {
     changed_scaled = true;
   }
 
-  // Of rows [begin, end), which share an entry.
+  // Sets the hyper-parameters of rows [begin, end), which share an entry.
   void set_hyper(int64_t begin, int64_t end, const RowHyper& hyper) {
     if (begin == end) return;
     for (int64_t row = begin; row < end; ++row) {
@@ -142,8 +143,8 @@ class Table {
     return view;
   }
 
-  // What changed since a backend last copied the columns, which start as zeros; the backend clears
-  // them.
+  // Changes since a backend last copied the columns, which start as zeros; the backend clears
+  // these.
   unsigned changed_lists = 0;
   bool changed_scaled = false;
   bool changed_hyper = false;

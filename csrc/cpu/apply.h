@@ -32,11 +32,11 @@ HD bool apply_chunk(const Op& op, const Walk& walk, const Types& types) {
 // halves of one, stored at different times, are two writes to memory (1 % of a large Adam step).
 template <class F, class Op, class Types>
 HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
-  static_assert(Op::kChecked == 0 && kChunk % kStrip == 0 && kStrip % F::kWidth == 0);
-  constexpr int kVectors = kStrip / F::kWidth;
+  static_assert(Op::kChecked == 0 && kChunk % kLine == 0 && kLine % F::kWidth == 0);
+  constexpr int kVectors = kLine / F::kWidth;
   constexpr unsigned kStored = Op::kWrites & ~bit(kModel);
   const ChunkLists lists = walk.lists;
-  for_steps<F, kStrip, Prefetch<Op::kReads>>(
+  for_steps<F, kLine, Prefetch<Op::kReads>>(
       walk, types, (Op::kReads | kStored) & ~kRewritten,
       [&](int64_t i, int, auto, const auto& fetch) __attribute__((always_inline)) {
         F model[kVectors];
@@ -74,7 +74,7 @@ HD bool apply_blocks(const Walk& walk, const Types& types, const Run& run) {
 // Applies an op to one chunk; true if a checked list holds a non-finite value.
 template <class F, class Op>
 bool apply_op(const Op& given, const Walk& walk) {
-  const Op op = given;  // which no store can change
+  const Op op = given;  // a copy that no store can change
   const ChunkLists& lists = walk.lists;
   bool found = false;
   with_types<Op>(lists, [&](const auto& types) {

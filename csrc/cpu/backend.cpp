@@ -1,4 +1,4 @@
-// The CPU backend: shares the chunks of a table out and does the work of a table as a whole.
+// The CPU backend: distributes the chunks of a table and does the work on a table as a whole.
 #include "core/backend.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace ampfuse {
 namespace {
 
-// What a chunk costs beside its elements: measured against the elements of a small tensor.
+// The cost of a chunk besides its elements, as a number of elements of a small tensor.
 constexpr int64_t kChunkOverhead = 256;
 
 struct CpuCache : TableCache {
@@ -47,8 +47,8 @@ TableView view_of(Table& table) {
   return view;
 }
 
-// body(begin, end) over all chunks, in pieces of equal cost, so that tensors of any number and size
-// share out alike.
+// Calls body(begin, end) over all chunks, in pieces of equal cost, whatever the number and size of
+// the tensors.
 template <class Body>
 void for_chunks(Table& table, const Body& body) {
   const std::vector<int64_t>& cost = static_cast<CpuCache&>(*table.cache).cost;
@@ -100,7 +100,7 @@ class CpuBackend : public Backend {
     advance_rows(view, preparation, 0, 1);
   }
 
-  void merge(const Findings& found, void*) override {
+  void merge(const RankResults& found, void*) override {
     const FloatMode standard;
     if (found.state) merge_states(found);
     for (int64_t i = 0; i < found.values; ++i) merge_norm(found, i);
@@ -176,8 +176,8 @@ class CpuBackend : public Backend {
     add_rows(view_of(table), count_lists(Metered<Op>::kMeasured), meter.norms, nullptr);
   }
 
-  // From partials to the norm and largest magnitude of each row: [measures][rows], either may be
-  // null.
+  // Computes the norm and largest magnitude of each row from partials: [measures][rows], either may
+  // be null.
   static void add_rows(const TableView& view, int measures, float* norms, float* largest) {
     for (int64_t i = 0; i < measures * view.rows; ++i) {
       const int64_t row = i % view.rows;

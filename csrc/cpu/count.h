@@ -26,8 +26,8 @@ struct Counts {
   }
 };
 
-// Writes the bits of `count` elements from i on, of which a narrow value leaves the rest of a byte
-// to the next.
+// Writes the bits of `count` elements from i on. A narrow value leaves the rest of a byte to the
+// next one.
 template <int kWidth>
 HD void store_bits(uint32_t marks, uint8_t* bits, int64_t i, int count) {
   if constexpr (kWidth < 8) {

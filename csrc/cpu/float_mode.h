@@ -1,6 +1,6 @@
 // Standard floating-point mode for a scope: round to nearest, subnormals kept. Threads inherit
-// different modes (torch.set_flush_denormal touches only the caller's), and results must not depend
-// on who runs a chunk.
+// different modes (torch.set_flush_denormal changes only the caller's), and results must not depend
+// on the thread that runs a chunk.
 #pragma once
 
 #include <cstdint>

@@ -24,7 +24,7 @@ constexpr bool is_compiled([[maybe_unused]] Isa isa) {
   return false;
 }
 
-// The widest compiled one that this CPU has, or what AMPFUSE_CPU_ISA forces.
+// The widest compiled set that this CPU has, or the one that AMPFUSE_CPU_ISA forces.
 Isa isa();
 
 template <class T>
@@ -32,7 +32,7 @@ struct IsaTag {
   using type = T;
 };
 
-// Calls run(IsaTag) of the one that runs.
+// Calls run(IsaTag) for the instruction set in use.
 template <class Run>
 void with_isa(const Run& run) {
   if constexpr (is_compiled(Isa::kAvx512)) {

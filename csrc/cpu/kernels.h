@@ -12,9 +12,9 @@ namespace ampfuse {
 
 // One pass over a table.
 struct Pass {
-  float a = 1, b = 1;         // what the op takes, see Op::for_row
+  float a = 1, b = 1;         // arguments of the op, see Op::for_row
   bool* found_inf = nullptr;  // set where a checked list holds a non-finite value
-  Meter meter;                // of an op that is metered
+  Meter meter;                // for an op that is metered
 };
 
 // Runs the op on chunks [begin, end). An op that measures leaves partials in the view.

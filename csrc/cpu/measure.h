@@ -25,7 +25,8 @@ struct Sums {
 template <class Op>
 constexpr unsigned kStreamed = Op::kMetered ? bit(kModel) : 0;
 
-// Of one vector, as the op left it: counts, if it is metered; add(m, x) takes each measured list.
+// Takes one vector as the op left it: counts it if the op is metered, and calls add(m, x) for each
+// measured list.
 template <class Op, bool kWhole, class F, class Types, class Add>
 HD void measure_values(const ChunkLists& lists, const Types& types, int64_t i, int count,
                        F (&x)[kLists], Counts* counts, const Add& add) {
@@ -73,7 +74,7 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
     return [&sums, &largest, rescale, i](int m, const F& x) HD_LAMBDA {
       float* sum = sums.lane[m] + i % kTile;
       F square = x;
-      if constexpr (!Op::kMetered) {  // whose sums are looked at as they are
+      if constexpr (!Op::kMetered) {  // the sums of a metered op are never rescaled
         largest[m].include(x);
         square = x * F(rescale[m]);
       }
@@ -104,25 +105,25 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
   if constexpr (Op::kMetered) *counts = mine;
 }
 
-// Adds squares lane after lane: strips of a cache line of halves through all tiles, with their sums
-// in registers. A pass that reads one list and writes none then runs at the bandwidth of reading:
-// many pages are open side by side, and each line is fetched when the chunk before is at its place
-// (a fifth of inspect from memory, AVX-512 server; a pass that writes loses by it). For a whole
-// chunk before a whole one.
+// Adds squares line after line: kLine neighbouring lanes through all tiles, with their sums in
+// registers. A pass that reads one list and writes none then runs at the bandwidth of reading: many
+// pages are open at a time, and each line is fetched while the chunk before is at the same element
+// (a fifth of inspect from memory, AVX-512 server; a pass that writes is slower this way). Needs a
+// whole chunk followed by a whole one.
 template <class F, class Op, class Types>
-HD void add_by_strips(const Op& op, const Walk& walk, const Types& types, const float* rescale,
-                      Sums<Op>& sums) {
-  static_assert(Sums<Op>::kCount == 1 && kTile % kStrip == 0 && kStrip % F::kWidth == 0);
-  constexpr int kVectors = kStrip / F::kWidth;
+HD void add_by_lines(const Op& op, const Walk& walk, const Types& types, const float* rescale,
+                     Sums<Op>& sums) {
+  static_assert(Sums<Op>::kCount == 1 && kTile % kLine == 0 && kLine % F::kWidth == 0);
+  constexpr int kVectors = kLine / F::kWidth;
   const ChunkLists lists = walk.lists;
   const F factor(rescale[0]);
   typename F::Magnitude largest;
-  for (int64_t lane = 0; lane < kTile; lane += kStrip) {
+  for (int64_t lane = 0; lane < kTile; lane += kLine) {
     F sum[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sum[v] = F(0.0f);
     for (int64_t i = lane; i < kChunk; i += kTile) {
-      fetch_strip<Op::kReads>(walk.next, types, i);
+      fetch_line<Op::kReads>(walk.next, types, i);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         measure_vector<F, true>(op, lists, types, i + v * F::kWidth, F::kWidth, nullptr,
@@ -147,14 +148,14 @@ void add_squares(const Op& op, const Walk& walk, const float* rescale, Sums<Op>&
   const bool whole = walk.lists.length == kChunk && walk.next.length == kChunk;
   with_types<Op>(walk.lists, [&](const auto& types) {
     if constexpr (Prefetch<Op::kReads>::kSingle && std::decay_t<decltype(types)>::kKnown) {
-      if (whole) return add_by_strips<F>(op, walk, types, rescale, sums);
+      if (whole) return add_by_lines<F>(op, walk, types, rescale, sums);
     }
     add_by_tiles<F>(op, walk, types, rescale, sums, counts);
   });
 }
 
-// The chunk's partials, `stride` apart; of a metered op, what it counts too, in the row's `counts`
-// and `changed`.
+// Computes the chunk's partials, `stride` apart; for a metered op also the row's `counts` and
+// `changed`.
 template <class F, class Op>
 HD void measure_chunk(const Op& op, const Walk& walk, Partial* partials, int64_t stride,
                       uint32_t* counts, uint8_t* changed) {

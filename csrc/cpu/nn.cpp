@@ -1,4 +1,4 @@
-// Fused layers on the CPU: what is shared out to threads, and what is added of their parts.
+// Fused layers on the CPU: the distribution to threads, and the sums over their parts.
 #include "nn.h"
 
 #include <algorithm>
@@ -19,13 +19,13 @@ void with_kernel(const Call& call) {
 
 int64_t elements(const ImageRows& image) { return image.rows * image.channels; }
 
-// A value for each channel of a group, aligned: a vector that crosses a line of the cache is slow.
+// A value for each channel of a group, aligned: a vector that crosses a cache line is slow.
 struct alignas(64) Group {
-  float value[kGroup];
+  float value[kMaskChannels];
 };
-int64_t groups_of(const ImageRows& image) { return coef_stride(image) / kGroup; }
+int64_t groups_of(const ImageRows& image) { return coef_stride(image) / kMaskChannels; }
 
-// The coefficients of all channels, of a sum those of the span that begins with `row`.
+// The coefficients of all channels; for a sum, those of the span that begins with `row`.
 template <class Op>
 void fill_coefs(const NnArgs& args, int64_t row, float* coefs) {
   const int64_t stride = coef_stride(args.image);
@@ -38,7 +38,7 @@ void fill_coefs(const NnArgs& args, int64_t row, float* coefs) {
   });
 }
 
-// Backwards over the rows: sums have just been taken forwards, and the end of what they read is
+// Goes backwards over the rows: sums have just gone forwards, and the end of what they read is
 // still in the caches.
 template <class Op>
 void map(const NnArgs& args) {
@@ -81,7 +81,8 @@ void sum(const NnArgs& args) {
         fill_coefs<Op>(args, span * kSpanRows, coefs_of(span)->value);
     });
   }
-  // Few spans are cut into tiles, for every thread to have a part. Each part has two sums.
+  // If there are few spans, they are divided into tiles, so that every thread has a part. Each part
+  // has two sums.
   const int64_t height = spans < 16 ? kTileRows : kSpanRows;
   const int64_t parts = ceil_div(image.rows, height), parts_of_span = kSpanRows / height;
   const std::unique_ptr<Group[]> sums(new Group[parts * 2 * groups]);
@@ -95,18 +96,19 @@ void sum(const NnArgs& args) {
                    sums[part * 2 * groups].value);
     });
   });
-  // A channel's divisions and root take as long as so many elements.
+  // A channel's divisions and root take as long as this many elements.
   constexpr int64_t kElements = 64;
   share_out(image.channels * (kElements + parts), [&](int64_t piece, int64_t pieces) {
     for (int64_t group = groups * piece / pieces; group < groups * (piece + 1) / pieces; ++group) {
-      const int64_t begin = group * kGroup, end = std::min(begin + kGroup, image.channels);
+      const int64_t begin = group * kMaskChannels,
+                    end = std::min(begin + kMaskChannels, image.channels);
       for (int64_t span = 0; span < spans; ++span) {
         Group first = {}, second = {};
         const int64_t last = std::min((span + 1) * parts_of_span, parts);
         for (int64_t part = span * parts_of_span; part < last; ++part) {
           const Group* const sum = &sums[part * 2 * groups + group];
-          for (int i = 0; i < kGroup; ++i) first.value[i] += sum[0].value[i];
-          for (int i = 0; i < kGroup; ++i) second.value[i] += sum[groups].value[i];
+          for (int i = 0; i < kMaskChannels; ++i) first.value[i] += sum[0].value[i];
+          for (int i = 0; i < kMaskChannels; ++i) second.value[i] += sum[groups].value[i];
         }
         for (int64_t c = begin; c < end; ++c) {
           float coef[kCoefs];

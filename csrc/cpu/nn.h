@@ -10,18 +10,18 @@
 
 namespace ampfuse {
 
-constexpr int kGroup = 16;  // channels of which masks are handled at a time
+constexpr int kMaskChannels = 16;  // channels whose mask bits are handled at a time: a group
 
 // The coefficients of all channels, coef k of channel c at k * coef_stride() + c; zero past them.
 HD constexpr int64_t coef_stride(const ImageRows& image) {
-  return ceil_div(image.channels, kGroup) * kGroup;
+  return ceil_div(image.channels, kMaskChannels) * kMaskChannels;
 }
 
-// What one thread does with a part of the matrix.
+// The work of one thread on a part of the matrix.
 template <class Isa, class Op>
 struct NnKernel {
-  // (`args` is a value: what a reference leads to is read again after every store to an image,
-  // which could have changed it.)
+  // (`args` is passed by value: through a reference it would be read again after every store to an
+  // image, which could have changed it.)
   static void map(NnArgs args, const float* coefs, int64_t begin, int64_t end);  // rows
   // Whole tiles of a span, whose first sums go to sums[c], the second to sums[coef_stride() + c];
   // tile_sums is as large.

@@ -1,8 +1,8 @@
 // The kernels of nn.h for one instruction set, which is included after it.
 //
 // Lanes of a vector are neighbouring channels, so every channel's sums have the order of its rows
-// whatever the width. All walk along whole rows, as memory is fast that is read in one piece; the
-// sums of a tile are in a cache.
+// whatever the width. All kernels walk along whole rows, because contiguous memory is read fastest;
+// the sums of a tile are in a cache.
 #pragma once
 
 #include <cstring>
@@ -33,16 +33,16 @@ HD void store_at(const F& x, char* row, int64_t c, int first, int count) {
   if (lanes > 0) Lanes::store_first(address, Lanes::narrow(x), lanes);
 }
 
-// run(first) for each vector of a group, side by side where there are vectors: sixteen copies of an
-// exponential would be most of what the scalar kernels take to compile.
+// run(first) for each vector of a group, unrolled if there are vectors: sixteen copies of an
+// exponential would be most of the compile time of the scalar kernels.
 template <class F, class Run>
 HD void for_group_vectors(const Run& run) {
   if constexpr (F::kWidth > 1) {
 #pragma GCC unroll 4
-    for (int first = 0; first < kGroup; first += F::kWidth) run(first);
+    for (int first = 0; first < kMaskChannels; first += F::kWidth) run(first);
   } else {
 #pragma GCC unroll 1
-    for (int first = 0; first < kGroup; ++first) run(first);
+    for (int first = 0; first < kMaskChannels; ++first) run(first);
   }
 }
 
@@ -81,7 +81,7 @@ HD char* row_of(const NnArgs& args, int image, int64_t row) {
   return static_cast<char*>(args.images[image]) + row * args.image.row_bytes();
 }
 
-// x of the images in kLists that an op reads, and back to those that it writes.
+// Loads x from the images in kLists that an op reads, and stores it to those that it writes.
 template <unsigned kLists, class Lanes, bool kWhole, class F>
 HD void load_images(const NnArgs& args, int64_t row, int64_t c, int first, int count,
                     F (&x)[kMaxImages]) {
@@ -102,12 +102,13 @@ template <class Run>
 HD void for_groups(const ImageRows& image, int64_t begin, int64_t end, const Run& run) {
   for (int64_t row = begin; row < end; ++row) {
     int64_t c = 0;
-    for (; c + kGroup <= image.channels; c += kGroup) run(std::true_type(), row, c, kGroup);
+    for (; c + kMaskChannels <= image.channels; c += kMaskChannels)
+      run(std::true_type(), row, c, kMaskChannels);
     if (c < image.channels) run(std::false_type(), row, c, int(image.channels - c));
   }
 }
 
-// run(lists, type): what the op is compiled for.
+// run(lists, type) of the instance that is compiled for the arguments.
 template <class Op, class Run>
 HD void with_instance(const NnArgs& args, const Run& run) {
   with_lists<Op>(args, [&](auto lists) HD_LAMBDA {

@@ -11,8 +11,8 @@
 namespace ampfuse {
 namespace {
 
-// The values of the lanes of a group, and then of the row's groups, of which each is merged into
-// the first one. Sum: how they start and how two merge.
+// The values of the lanes of a group, which are merged into its first lane, and then those of the
+// row's groups, which are merged into the first group. Sum: how values start and how two merge.
 template <class Sum>
 struct RowLanes {
   static constexpr int kValues = Sum::kValues;
@@ -27,7 +27,7 @@ struct RowLanes {
     for (int k = 0; k < kValues; ++k) store_floats(values[k], value[k] + lane);
   }
 
-  // Halving, as sum_by_halving(). (Of a short row this is most of the work: unrolled it stays in
+  // Halving, as sum_by_halving(). (This is most of the work of a short row: unrolled it stays in
   // registers.)
   template <class Isa, int kOffset = kRowWidth / 2>
   HD void merge_lanes() {
@@ -39,7 +39,7 @@ struct RowLanes {
     }
   }
 
-  // Of kRowGroups, `count` have values.
+  // `count` of kRowGroups have values.
   HD void merge_groups(int count) {
     for (int offset = kRowGroups / 2; offset > 0; offset /= 2) {
       for (int lane = 0; lane < offset && lane + offset < count; ++lane)
@@ -59,14 +59,14 @@ struct RowLanes {
   }
 };
 
-// Vectors of which the values are in registers at a time.
-constexpr int kRowVectors = 4;
+// Vectors whose values are in registers at a time.
+constexpr int kVectorsAtOnce = 4;
 
 // The values of a row of `columns`, to which sum.add(values, c, first, count) adds those of a
 // vector.
 template <class Isa, class Sum>
 HD void sum_row(const Sum& sum, int64_t columns, float (&result)[Sum::kValues]) {
-  constexpr int kStrip = kRowVectors * Isa::kWidth;
+  constexpr int kStep = kVectorsAtOnce * Isa::kWidth;
   const int64_t spans = ceil_div(columns, Sum::kSpan);
   const int groups = int(spans < kRowGroups ? spans : kRowGroups);
   RowLanes<Sum> lanes, row_values;
@@ -74,9 +74,9 @@ HD void sum_row(const Sum& sum, int64_t columns, float (&result)[Sum::kValues]) 
     for (int64_t span = group; span < spans; span += kRowGroups) {
       const int64_t begin = span * Sum::kSpan;
       const int64_t end = begin + Sum::kSpan < columns ? begin + Sum::kSpan : columns;
-      for (int lane = 0; lane < kRowWidth; lane += kStrip) {
-        Isa value[kRowVectors][Sum::kValues];
-        for (int v = 0; v < kRowVectors; ++v) {
+      for (int lane = 0; lane < kRowWidth; lane += kStep) {
+        Isa value[kVectorsAtOnce][Sum::kValues];
+        for (int v = 0; v < kVectorsAtOnce; ++v) {
           if (span == group) {
             Sum::start(value[v]);
           } else {
@@ -85,13 +85,13 @@ HD void sum_row(const Sum& sum, int64_t columns, float (&result)[Sum::kValues]) 
         }
         const auto add = [&](auto whole, int64_t c, int count) HD_LAMBDA {
 #pragma GCC unroll 4
-          for (int v = 0; v < kRowVectors; ++v)
+          for (int v = 0; v < kVectorsAtOnce; ++v)
             sum.template add<whole>(value[v], c, v * Isa::kWidth, count);
         };
         int64_t c = begin + lane;
-        for (; c + kStrip <= end; c += kRowWidth) add(std::true_type(), c, kStrip);
+        for (; c + kStep <= end; c += kRowWidth) add(std::true_type(), c, kStep);
         if (c < end) add(std::false_type(), c, int(end - c));
-        for (int v = 0; v < kRowVectors; ++v) lanes.store(lane + v * Isa::kWidth, value[v]);
+        for (int v = 0; v < kVectorsAtOnce; ++v) lanes.store(lane + v * Isa::kWidth, value[v]);
       }
     }
     lanes.template merge_lanes<Isa>();
@@ -112,13 +112,13 @@ HD uint32_t column_bits(int first, int count) {
 }
 
 template <class F, bool kWhole>
-HD F weight_of(const float* weights, int64_t c, int first, int count) {
+HD F load_weight(const float* weights, int64_t c, int first, int count) {
   using Floats = typename F::template Lanes<DType::kFloat32>;
   if (weights == nullptr) return F(1.0f);
   return load_at<Floats, F, kWhole>(reinterpret_cast<const char*>(weights), c, first, count);
 }
 
-// What a row sum adds.
+// The sum of a row sum op.
 template <class Op, bool kPlain, class Lanes>
 struct RowSum {
   static constexpr int kValues = Op::kValues, kSpan = kSpanColumns;
@@ -139,13 +139,13 @@ struct RowSum {
     F x = load_at<Lanes, F, kWhole>(row, c, first, count);
     if constexpr (!kWhole) x = keep(bits, x) + keep(~bits, F(Op::kAbsent));
     F weight(1.0f);
-    if constexpr (!kPlain) weight = weight_of<F, kWhole>(weights, c, first, count);
+    if constexpr (!kPlain) weight = load_weight<F, kWhole>(weights, c, first, count);
     Op::template add<kPlain>(value, x, weight, bits);
   }
 };
 
-// What a stage of a row pass does. (Nothing here is read through a reference: after every store to
-// an image it would be read again.)
+// A stage of a row pass. (Nothing here is read through a reference: after every store to an image
+// it would be read again.)
 template <class Isa, class Op, unsigned kLists, class Lanes, int kStage>
 struct PassStage {
   static constexpr int kValues = Op::kSums, kSpan = kPassColumns;
@@ -192,7 +192,7 @@ struct PassStage {
       for (int i = 0; i < kMaxImages; ++i)
         if (kWritten & bit(i)) x[i] = Isa(Lanes::widen(Lanes::narrow(x[i])));
     }
-    const Isa weight = weight_of<Isa, kWhole>(weights, c, first, count);
+    const Isa weight = load_weight<Isa, kWhole>(weights, c, first, count);
     Op::template add<kStage, kLists>(x, coef, weight, column_bits<kWhole, Isa>(first, count),
                                      value);
   }
@@ -200,8 +200,8 @@ struct PassStage {
   HD void map(const float* biases, int64_t c, int count) const {
     Isa x[kMaxImages] = {};
     load<kWhole>(x, c, 0, count);
-    Op::template apply<kLists>(x, coef, weight_of<Isa, kWhole>(weights, c, 0, count),
-                               weight_of<Isa, kWhole>(biases, c, 0, count));
+    Op::template apply<kLists>(x, coef, load_weight<Isa, kWhole>(weights, c, 0, count),
+                               load_weight<Isa, kWhole>(biases, c, 0, count));
     store<kWhole>(x, c, 0, count);
   }
 };
@@ -214,7 +214,7 @@ HD void pass_row(const NnArgs& args, int64_t row, const float* affine, float (&c
   if constexpr (kStage < Op::kStages) {
     float sums[Op::kSums];
     sum_row<Isa>(stage, columns, sums);
-    Op::template settle<kStage>(args, row, sums, coef);
+    Op::template finish_stage<kStage>(args, row, sums, coef);
     pass_row<Isa, Op, kLists, Lanes, kStage + 1>(args, row, affine, coef);
   } else {
     const float* biases = affine + coef_stride(args.image);
@@ -225,7 +225,7 @@ HD void pass_row(const NnArgs& args, int64_t row, const float* affine, float (&c
   }
 }
 
-// run(plain, lanes): what a row op is compiled for.
+// run(plain, lanes) of the instance of a row op that is compiled for the arguments.
 template <class Isa, class Op, class Run>
 HD void with_row_instance(const NnArgs& args, const Run& run) {
   with_lanes<Isa>(args.image.dtype, [&](auto lanes) HD_LAMBDA {
@@ -287,7 +287,7 @@ void NnKernel<Isa, Op>::row_map(NnArgs args, int64_t begin, int64_t end) {
       const float x = load_float(input, dtype, target);  // the output may be the input
       const auto map = [&](auto whole, int64_t c, int count) HD_LAMBDA {
         Isa weight(1.0f);
-        if constexpr (!plain) weight = weight_of<Isa, whole>(weights, c, 0, count);
+        if constexpr (!plain) weight = load_weight<Isa, whole>(weights, c, 0, count);
         const Isa y = Op::template apply<plain>(load_at<Lanes, Isa, whole>(input, c, 0, count), all,
                                                 weight, 0);
         store_at<Lanes, Isa, whole>(y, output, c, 0, count);

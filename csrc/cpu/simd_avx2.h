@@ -59,8 +59,7 @@ struct Avx2 {
 
   // Four vectors of integers from 0 to 255, as bytes.
   HD static void store_bytes(void* data, const Bits (&x)[4]) {
-    // Packing is within each 128 bits: of what they have of the four, dword 4 l + k comes from
-    // x[k].
+    // Packing works within each 128 bits: dword 4 l + k has the bytes of x[k] there.
     const __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32(x[0].value, x[1].value),
                                               _mm256_packus_epi32(x[2].value, x[3].value));
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -203,7 +202,7 @@ HD Avx2 operator/(Avx2 a, Avx2 b) { return _mm256_div_ps(a.value, b.value); }
 HD Avx2 fma(Avx2 a, Avx2 b, Avx2 c) { return _mm256_fmadd_ps(a.value, b.value, c.value); }
 HD Avx2 sqrt(Avx2 a) { return _mm256_sqrt_ps(a.value); }
 HD Avx2 max_nan(Avx2 a, Avx2 b) {
-  // maxps returns its second operand when either is NaN, so only a NaN in a has to be put back.
+  // maxps returns its second operand when either is NaN, so only a NaN in a must be put back.
   return _mm256_blendv_ps(_mm256_max_ps(a.value, b.value), a.value,
                           _mm256_cmp_ps(a.value, a.value, _CMP_UNORD_Q));
 }

@@ -50,8 +50,7 @@ struct Avx512 {
 
   // Four vectors of integers from 0 to 255, as bytes.
   HD static void store_bytes(void* data, const Bits (&x)[4]) {
-    // Packing is within each 128 bits: of what they have of the four, dword 4 l + k comes from
-    // x[k].
+    // Packing works within each 128 bits: dword 4 l + k has the bytes of x[k] there.
     const __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32(x[0].value, x[1].value),
                                               _mm512_packus_epi32(x[2].value, x[3].value));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -213,7 +212,7 @@ HD Avx512 operator/(Avx512 a, Avx512 b) { return _mm512_div_ps(a.value, b.value)
 HD Avx512 fma(Avx512 a, Avx512 b, Avx512 c) { return _mm512_fmadd_ps(a.value, b.value, c.value); }
 HD Avx512 sqrt(Avx512 a) { return _mm512_sqrt_ps(a.value); }
 HD Avx512 max_nan(Avx512 a, Avx512 b) {
-  // maxps returns its second operand when either is NaN, so only a NaN in a has to be put back.
+  // maxps returns its second operand when either is NaN, so only a NaN in a must be put back.
   const __mmask16 nan = _mm512_cmp_ps_mask(a.value, a.value, _CMP_UNORD_Q);
   return _mm512_mask_mov_ps(_mm512_max_ps(a.value, b.value), nan, a.value);
 }

@@ -1,6 +1,6 @@
-// Any mixture of types, a block at a time: each list is widened into floats by a loop that knows
-// its type, the op runs over floats, and each list is narrowed again. So there is one loop of each
-// op and one of each type, and none asks for types within.
+// Any mixture of types, a block at a time: each list is widened into floats by a loop for its type,
+// the op runs over floats, and each list is narrowed again. So there is one loop for each op and
+// one for each type, and none branches on types within.
 #pragma once
 
 #include "walk.h"
@@ -14,7 +14,7 @@ struct OneType {
   HD constexpr DType operator()(int list) const { return list == kModel ? kWeight : kType; }
 };
 
-// Calls run(OneType) for a list that is there.
+// Calls run(OneType) for a list that exists.
 template <class Run>
 HD void with_one_type(DType type, const Run& run) {
   with_split(type, [&](auto split) HD_LAMBDA {
@@ -38,26 +38,26 @@ HD void for_vectors(int count, const Run& run) {
   if (i < count) run(i, count - i, std::false_type());
 }
 
-// What place_bits() gives of each place, as a vector is loaded.
-struct Places {
-  alignas(kCacheLine) uint32_t bits[kPlaces] = {};
-  constexpr Places() {
-    for (int i = 0; i < kPlaces; ++i) bits[i] = place_bits(i);
+// dither_bits() of each position, as a vector is loaded.
+struct Dither {
+  alignas(kCacheLine) uint32_t bits[kDitherWidth] = {};
+  constexpr Dither() {
+    for (int i = 0; i < kDitherWidth; ++i) bits[i] = dither_bits(i);
   }
 };
 
-// Of the `count` elements from element `first` on, at most a block, of a list of codes: the values
-// that they stand for; the scale that values need; the codes of values. One loop for each type,
-// however many ops there are.
+// For the `count` elements from element `first` on, at most a block, of a quantized list: decoded
+// values; the scale that values need; quantized values. There is one loop for each type, however
+// many ops there are.
 template <class F>
 void decode_block(const ChunkLists& lists, int list, int64_t first, int count, float* to) {
   const F scale(lists.scales[list - kState0][first / kBlock]);
-  with_code(lists.dtype[list], [&](auto code) HD_LAMBDA {
-    using Stored = typename decltype(code)::Stored;
+  with_quantizer(lists.dtype[list], [&](auto quantizer) HD_LAMBDA {
+    using Stored = typename decltype(quantizer)::Stored;
     for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
-      const BitsOf<F> codes =
+      const BitsOf<F> quantized =
           load_integers<F, Stored, decltype(whole)::value>(lists.data[list], first + i, n);
-      store_vector(code.decode(codes, scale), to, DType::kFloat32, i);
+      store_vector(quantizer.decode(quantized, scale), to, DType::kFloat32, i);
     });
   });
 }
@@ -67,37 +67,39 @@ float scale_block(const ChunkLists& lists, int list, int64_t first, int count, c
   typename F::Magnitude largest;
   for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
     const F x = load_vector<F>(from, DType::kFloat32, i);
-    // What an op makes of the lanes past the end is no part of the block.
+    // The lanes past the end are not part of the block.
     largest.include(whole ? x : keep((1u << n) - 1, x));
   });
   float& scale = lists.scales[list - kState0][first / kBlock];
-  with_code(lists.dtype[list], [&](auto code) HD_LAMBDA { scale = code.scale(largest.reduce()); });
+  with_quantizer(lists.dtype[list],
+                 [&](auto quantizer) HD_LAMBDA { scale = quantizer.scale(largest.reduce()); });
   return scale;
 }
 
 template <class F>
 void encode_block(const ChunkLists& lists, int list, int64_t first, int count, const float* from,
                   float scale, bool steps) {
-  static constexpr Places places;
+  static constexpr Dither dither;
   const uint32_t hashed = block_hash(lists.random_key, list, lists.random_first + first);
-  with_code(lists.dtype[list], [&](auto code) HD_LAMBDA {
-    const F encoder(code.encoder(scale));
-    const BitsOf<F> key(steps ? code.key(hashed) : code.kNearest);
-    const auto codes_at = [&](int i) HD_LAMBDA {
-      const uint32_t* bits = places.bits + (F::kWidth < kPlaces ? i % kPlaces : 0);
-      const BitsOf<F> place = bits_of(load_vector<F>(bits, DType::kFloat32, 0));
+  with_quantizer(lists.dtype[list], [&](auto quantizer) HD_LAMBDA {
+    const F encoder(quantizer.encoder(scale));
+    const BitsOf<F> key(steps ? quantizer.key(hashed) : quantizer.kNearest);
+    const auto quantized_at = [&](int i) HD_LAMBDA {
+      const uint32_t* bits = dither.bits + (F::kWidth < kDitherWidth ? i % kDitherWidth : 0);
+      const BitsOf<F> lane_bits = bits_of(load_vector<F>(bits, DType::kFloat32, 0));
       const F x = load_vector<F>(from, DType::kFloat32, i);
-      return code.encode(x, encoder, steps ? place ^ key : key);
+      return quantizer.encode(x, encoder, steps ? lane_bits ^ key : key);
     };
     int whole = 0;
     for (; whole + 4 * F::kWidth <= count; whole += 4 * F::kWidth) {
-      const BitsOf<F> codes[] = {codes_at(whole), codes_at(whole + F::kWidth),
-                                 codes_at(whole + 2 * F::kWidth), codes_at(whole + 3 * F::kWidth)};
-      F::store_bytes(lists.data[list] + first + whole, codes);
+      const BitsOf<F> quantized[] = {quantized_at(whole), quantized_at(whole + F::kWidth),
+                                     quantized_at(whole + 2 * F::kWidth),
+                                     quantized_at(whole + 3 * F::kWidth)};
+      F::store_bytes(lists.data[list] + first + whole, quantized);
     }
     for (int i = whole; i < count; i += F::kWidth) {
       const int n = count - i < F::kWidth ? count - i : F::kWidth;
-      F::template Part<uint8_t>::store_first(lists.data[list] + first + i, codes_at(i), n);
+      F::template Part<uint8_t>::store_first(lists.data[list] + first + i, quantized_at(i), n);
     }
   });
 }
@@ -105,7 +107,7 @@ void encode_block(const ChunkLists& lists, int list, int64_t first, int count, c
 // Widens the `count` elements of a list from element `first` on.
 template <class F>
 void widen_list(const ChunkLists& lists, int list, int64_t first, int count, float* to) {
-  if (is_state(list) && is_code(lists.dtype[list]))
+  if (is_state(list) && is_quantized(lists.dtype[list]))
     return decode_block<F>(lists, list, first, count, to);
   with_one_type(lists.dtype[list], [&](auto types) HD_LAMBDA {
     for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
@@ -115,11 +117,11 @@ void widen_list(const ChunkLists& lists, int list, int64_t first, int count, flo
   });
 }
 
-// Stores settled values of a list; `weight`: those of the model weights.
+// Stores values of a list that are rounded to storage; `weight`: those of the model weights.
 template <class F>
 void narrow_list(const ChunkLists& lists, int list, int64_t first, int count, const float* from,
                  const float* weight, bool steps) {
-  if (is_state(list) && is_code(lists.dtype[list])) {
+  if (is_state(list) && is_quantized(lists.dtype[list])) {
     const float scale = scale_block<F>(lists, list, first, count, from);
     return encode_block<F>(lists, list, first, count, from, scale, steps);
   }
@@ -146,7 +148,7 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
   for (int list = 0; list < kLists; ++list) {
     if (!((Op::kReads | Op::kWrites) & bit(list))) continue;
     const DType type = lists.dtype[list];
-    // FP32 lists are where they are.
+    // FP32 lists are used in place.
     written[list] = type == DType::kNone ? nullptr : stage[list];
     if (type == DType::kFloat32) written[list] = reinterpret_cast<float*>(lists.data[list]) + first;
     read[list] = written[list] ? written[list] : kZeros;
@@ -154,9 +156,9 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
       widen_list<F>(lists, list, first, count, stage[list]);
   }
   const AnyTypes types{lists.dtype};
-  bool settles = false;
+  bool needs_rounding = false;
   for (int list = kParam; list < kState0 + kMaxStates; ++list)
-    settles |= !is_plain(types(list)) && !is_code(types(list));
+    needs_rounding |= !is_plain(types(list)) && !is_quantized(types(list));
   for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
     fetch(i);
     constexpr bool kWhole = decltype(whole)::value;
@@ -169,9 +171,9 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
         x[list] = load_plain<F, kWhole>(reinterpret_cast<const char*>(read[list]), kFloats, i, n);
     }
     op(x);
-    if (settles)
-      settle<Op::kWrites>(x, types, lists.random_key, lists.random_first + first + i,
-                          F::count_up());
+    if (needs_rounding)
+      round_to_storage<Op::kWrites>(x, types, lists.random_key, lists.random_first + first + i,
+                                    F::count_up());
     UNROLL_LISTS
     for (int list = 0; list < kLists; ++list) {
       if (!(Op::kWrites & bit(list)) || !written[list]) continue;
@@ -190,17 +192,17 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
   }
 }
 
-// Runs the op on the `count` elements from `first` on, at most a block, of types that are known but
-// for those of codes: these are widened into floats before and narrowed after.
+// Runs the op on the `count` elements from `first` on, at most a block, whose types are known
+// except those of quantized lists: these are widened into floats before and narrowed after.
 template <class F, unsigned kStored, bool kWhole, class Types, class Op, class Fetch, class Take>
 HD void run_block(const Op& op, const ChunkLists& given, int64_t first, int count,
                   const Fetch& fetch, const Take& take) {
-  constexpr unsigned kCodes = Types::kCodes;
+  constexpr unsigned kQuantizedStates = Types::kQuantizedStates;
   alignas(kCacheLine) float stage[kMaxStates][kBlock];
   ChunkLists lists = given;
   UNROLL_LISTS
   for (int s = 0; s < kMaxStates; ++s) {
-    if (!(kCodes & bit(kState0 + s))) continue;
+    if (!(kQuantizedStates & bit(kState0 + s))) continue;
     // Where element 0 would be, if the chunk's others were there too.
     const auto block = reinterpret_cast<uintptr_t>(stage[s]);
     lists.data[kState0 + s] = reinterpret_cast<char*>(block - uintptr_t(first) * sizeof(float));
@@ -213,16 +215,16 @@ HD void run_block(const Op& op, const ChunkLists& given, int64_t first, int coun
                                                    n, x);
     take(first + i, n, whole, x);
   });
-  // All scales before all codes: each waits for its block's largest value and a division.
+  // All scales come before all quantized values: each waits for its block's largest and a division.
   float scale[kMaxStates];
   UNROLL_LISTS
   for (int s = 0; s < kMaxStates; ++s) {
-    if (kCodes & kStored & bit(kState0 + s))
+    if (kQuantizedStates & kStored & bit(kState0 + s))
       scale[s] = scale_block<F>(given, kState0 + s, first, count, stage[s]);
   }
   UNROLL_LISTS
   for (int s = 0; s < kMaxStates; ++s) {
-    if (kCodes & kStored & bit(kState0 + s))
+    if (kQuantizedStates & kStored & bit(kState0 + s))
       encode_block<F>(given, kState0 + s, first, count, stage[s], scale[s], kSteps<Op>);
   }
 }

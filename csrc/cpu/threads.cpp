@@ -14,9 +14,9 @@ ParallelFor parallel_for = [](int64_t count, const std::function<void(int64_t, i
 };
 int (*thread_count)() = [] { return 1; };
 
-// Below this, waking a second thread costs more than it brings.
+// Below this, waking a second thread costs more than it saves.
 constexpr int64_t kSerialCost = 32 * 1024;
-// Into how many pieces a thread's share is cut.
+// The number of pieces of a thread's share.
 constexpr int64_t kPiecesPerThread = 16;
 
 }  // namespace
@@ -33,7 +33,7 @@ void share_out(int64_t cost, const std::function<void(int64_t, int64_t)>& body) 
         for (int64_t i; (i = begun[owner]++) < pieces;) body(owner * pieces + i, threads * pieces);
       }
     }
-    // What was stored past the caches is visible to other threads from here on.
+    // Makes what was stored past the caches visible to other threads.
     std::atomic_thread_fence(std::memory_order_seq_cst);
   };
   if (threads == 1) {

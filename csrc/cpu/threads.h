@@ -1,4 +1,4 @@
-// How work is shared out to threads.
+// Distribution of work to threads.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 
 namespace ampfuse {
 
-// body(piece, pieces) for every piece, on one thread where `cost`, in elements, is small. A thread
-// owns neighbouring pieces, the same in every call, and walks them forwards; whoever is done early
-// takes over what others have not begun. FloatMode is standard within.
+// Calls body(piece, pieces) for every piece, on one thread if `cost`, in elements, is small. A
+// thread owns neighbouring pieces, the same in every call, and walks them forwards; a thread that
+// finishes early takes pieces that others have not begun. FloatMode is standard within.
 void share_out(int64_t cost, const std::function<void(int64_t piece, int64_t pieces)>& body);
 
 }  // namespace ampfuse

@@ -1,4 +1,4 @@
-// What the harness asks of a SIMD value, made from what an instruction set says of it.
+// The operations that the harness needs on a SIMD value, made from those of an instruction set.
 //
 // A value F has kWidth floats, arithmetic, and for each storage type a F::Lanes<DType>: `Stored`, a
 // vector as it lies in memory; load() and store(); load_first() and store_first() of fewer

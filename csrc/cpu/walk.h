@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "core/ops/op.h"
-#include "core/settle.h"
+#include "core/round_to_storage.h"
 #include "vector.h"
 
 namespace ampfuse {
@@ -19,21 +19,21 @@ HD char* address(const TableView& view, int list, const Chunk& chunk) {
 }
 
 constexpr int kCacheLine = 64;
-constexpr int kStrip = kCacheLine / 2;  // elements: a line of halves
+constexpr int kLine = kCacheLine / 2;  // elements: a line of halves
 
-// A table of so many chunks (16 M elements) is more than caches hold.
+// A table of this many chunks (16 M elements) is larger than caches.
 constexpr int64_t kLargeTable = 512;
 
 // The lists of one chunk. An absent list has type kNone: it loads as zero and does not store.
 struct ChunkLists {
   char* data[kLists];
   DType dtype[kLists];
-  float* scales[kMaxStates];  // of the first block, for states that are codes
+  float* scales[kMaxStates];  // of the first block, for quantized states
   int64_t first, length;      // the chunk's elements, in the row
   int64_t random_first;       // ... in what the row is a shard of, and the row's key: random bits
   uint32_t random_key;
-  // Model weights are written and, beside whole masters, never read. In a large table, where they
-  // would be gone from the caches before the next forward pass anyway, they are stored past them:
+  // Model weights are written and, with whole masters, never read. In a large table they would be
+  // gone from the caches before the next forward pass anyway, so they are stored past the caches:
   // stored normally, each line would be fetched first (7 % of a large Adam step).
   bool streams_model;
 
@@ -53,8 +53,8 @@ struct ChunkLists {
   }
 };
 
-// Stands for all types of codes: their sizes are the same.
-constexpr DType kAnyCode = DType::kSigned8;
+// Stands for all quantized types: their sizes are the same.
+constexpr DType kAnyQuantized = DType::kSigned8;
 
 // The storage type of each list. Any mixture goes through stage.h.
 struct AnyTypes {
@@ -64,15 +64,15 @@ struct AnyTypes {
 };
 
 // The mixtures that nearly all rows have are known when compiling, so that their loops are free of
-// branches: gradients and model weights in kHalf beside masters of kMaster and states, or, with
-// kFloat32, no half at all; gradients that are written back unscaled or are not. The states of
-// kCoded are codes, of whatever type, others are of kState.
+// branches: gradients and model weights in kHalf with masters of kMaster and states, or, with
+// kFloat32, no half at all; gradients that are written back unscaled or are not. The states in
+// kQuantized are of any quantized type, the others of kState.
 template <DType kHalf, DType kMaster = DType::kFloat32, DType kState = DType::kFloat32,
-          unsigned kCoded = 0, DType kBack = DType::kNone>
+          unsigned kQuantized = 0, DType kBack = DType::kNone>
 struct MasterTypes {
   using Widened = MasterTypes<kHalf, kMaster, DType::kFloat32, 0, kBack>;
-  static constexpr bool kKnown = true, kByVectors = kCoded == 0;
-  static constexpr unsigned kCodes = kCoded;
+  static constexpr bool kKnown = true, kByVectors = kQuantized == 0;
+  static constexpr unsigned kQuantizedStates = kQuantized;
   HD constexpr DType operator()(int list) const {
     switch (list) {
       case kGrad:
@@ -83,7 +83,7 @@ struct MasterTypes {
         return kMaster;
       case kState0:
       case kState1:
-        return kCoded & bit(list) ? kAnyCode : kState;
+        return kQuantized & bit(list) ? kAnyQuantized : kState;
       case kUnscaled:
         return kBack;
       default:
@@ -98,7 +98,7 @@ HD bool with_master_types(const ChunkLists& lists, unsigned used, const Run& run
   const Types types;
   bool known = true;
   for (int list = 0; list < kLists; ++list) {
-    const DType type = is_code(lists.dtype[list]) ? kAnyCode : lists.dtype[list];
+    const DType type = is_quantized(lists.dtype[list]) ? kAnyQuantized : lists.dtype[list];
     known &= !(used & bit(list)) || type == types(list);
   }
   if (known) run(types);
@@ -109,8 +109,8 @@ HD bool with_master_types(const ChunkLists& lists, unsigned used, const Run& run
 template <class Op, class Run>
 HD void with_types(const ChunkLists& lists, const Run& run) {
   constexpr unsigned kUsed = Op::kReads | Op::kWrites;
-  // By blocks alone (stage.h) these steps take 1.3 to 1.7 times as long.
-  constexpr bool kCompact = (kUsed & bit(kParam)) && (kUsed & bit(kModel));
+  // Through blocks alone (stage.h) these steps take 1.3 to 1.7 times as long.
+  constexpr bool kMayBeEncoded = (kUsed & bit(kParam)) && (kUsed & bit(kModel));
   bool known = false;
   const auto try_types = [&](auto types) HD_LAMBDA {
     if (!known) known = with_master_types<decltype(types)>(lists, kUsed, run);
@@ -120,14 +120,14 @@ HD void with_types(const ChunkLists& lists, const Run& run) {
     try_types(MasterTypes<kType>());
     if constexpr (kType == kWhole && (kUsed & bit(kUnscaled)))
       try_types(MasterTypes<kType, kWhole, kWhole, 0, kType>());
-    if constexpr (kCompact && kType == DType::kBFloat16) {
+    if constexpr (kMayBeEncoded && kType == DType::kBFloat16) {
       constexpr DType kSplit = DType::kRemainderBFloat16;
       try_types(MasterTypes<kType, kSplit>());
-      if constexpr (Op::kPackable) {
+      if constexpr (Op::kQuantizable) {
         constexpr DType kRandom = DType::kRandomBFloat16;
-        constexpr unsigned kCoded = Op::kReads & Op::kWrites & kStates & ~bit(kState2);
-        try_types(MasterTypes<kType, kWhole, kWhole, kCoded>());
-        try_types(MasterTypes<kType, kSplit, kWhole, kCoded>());
+        constexpr unsigned kQuantized = Op::kReads & Op::kWrites & kStates & ~bit(kState2);
+        try_types(MasterTypes<kType, kWhole, kWhole, kQuantized>());
+        try_types(MasterTypes<kType, kSplit, kWhole, kQuantized>());
         try_types(MasterTypes<kType, kWhole, kRandom>());
         try_types(MasterTypes<kType, kSplit, kRandom>());
       }
@@ -158,9 +158,9 @@ struct Prefetch {
 constexpr unsigned kRewritten = bit(kUnscaled);
 
 // When element v of a step of kStep starts a cache line in a list of `fetched`, fetches the line
-// kAhead further, in this chunk (kHere: surely) or the next. The hardware's prefetchers stop at the
-// end of each page of 4 KB, of which an Adam step walks five side by side, and do not know where
-// the next tensor is: 15 % of a large step from memory, 40 % of one over small tensors (AVX-512
+// kAhead further, in this chunk (kHere: always) or the next. The hardware's prefetchers stop at the
+// end of each page of 4 KB, of which an Adam step walks five at a time, and do not know where the
+// next tensor is: 15 % of a large step from memory, 40 % of one over small tensors (AVX-512
 // server).
 template <bool kHere, class Distance, int kStep, class Types>
 HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t step, int v) {
@@ -185,15 +185,15 @@ HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t
   }
 }
 
-// Fetches the strip of a whole chunk at element i into L2.
+// Fetches kLine elements of a whole chunk from element i on into L2.
 template <unsigned kFetched, class Types>
-HD void fetch_strip(const ChunkLists& chunk, const Types& types, int64_t i) {
+HD void fetch_line(const ChunkLists& chunk, const Types& types, int64_t i) {
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
     if (!(kFetched & bit(list)) || types(list) == DType::kNone) continue;
     const int64_t size = element_size(types(list));
     const auto address = reinterpret_cast<uintptr_t>(chunk.data[list]) + uintptr_t(i * size);
-    for (int64_t line = 0; line < kStrip * size; line += kCacheLine)
+    for (int64_t line = 0; line < kLine * size; line += kCacheLine)
       __builtin_prefetch(reinterpret_cast<const void*>(address + uintptr_t(line)), 0, 2);
   }
 }
@@ -272,7 +272,7 @@ HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int 
   return x;
 }
 
-// Of a settled value, beside a model weight.
+// Stores a value that is rounded to storage; `weight`: its model weight.
 template <class F, bool kWhole, class Types>
 HD void store(const F& x, const F& weight, const ChunkLists& lists, const Types& types, int list,
               int64_t i, int count) {
@@ -302,7 +302,7 @@ HD void run_vector(const Op& op, const ChunkLists& lists, const Types& types, in
     x[list] = Op::kReads & bit(list) ? load<F, kWhole>(lists, types, list, i, count) : F(0.0f);
   }
   op(x);
-  settle<Op::kWrites>(x, types, lists.random_key, lists.random_first + i, F::count_up());
+  round_to_storage<Op::kWrites>(x, types, lists.random_key, lists.random_first + i, F::count_up());
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
     if (kStored & bit(list)) store<F, kWhole>(x[list], x[kModel], lists, types, list, i, count);

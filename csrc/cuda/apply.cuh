@@ -1,13 +1,13 @@
 // The CUDA apply harness. A block takes a slice of a chunk, a tile at a time; each thread takes two
-// groups of kGroup neighbouring elements of a tile, one from each half: first it loads all lists as
-// they are stored, so that all loads are in flight together, then, a group at a time, it widens
+// packs of kApplyPack neighbouring elements of a tile, one from each half: first it loads all lists
+// as they are stored, so that all loads are in flight together, then, a pack at a time, it widens
 // them to float, runs the op, narrows and stores.
 //
-// A group is 16 bytes of FP32, so an access of a warp covers whole sectors of the L2 cache, one
+// A pack is 16 bytes of FP32, so an access of a warp covers whole sectors of the L2 cache, one
 // after the other: two accesses that share sectors would write each of them twice.
 //
-// A list whose address is a multiple of 16 bytes moves in accesses of whole groups. An unaligned
-// view, and the last group of a tensor, moves element by element through the same conversion, so a
+// A list whose address is a multiple of 16 bytes moves in accesses of whole packs. An unaligned
+// view, and the last pack of a tensor, moves element by element through the same conversion, so a
 // value's result does not depend on where it sits.
 #pragma once
 
@@ -17,22 +17,22 @@
 
 #include "block_reduce.cuh"
 #include "core/ops/op.h"
-#include "core/settle.h"
+#include "core/round_to_storage.h"
 #include "kernels.cuh"
-#include "lanes.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
+#include "vector.cuh"
 
 namespace ampfuse {
 
-// The lists that may be of a compact type. Few tables have such, and kernels without them, or
-// without split masters, need fewer registers.
-enum class Compact { kNone, kStates, kAll };
+// The lists that may be of an encoded type. Few tables have such lists, and kernels without them,
+// or without split masters, need fewer registers.
+enum class Encoded { kNone, kStates, kAll };
 
 // One list of a row, from some element on, as a thread sees it. An absent list has type kNone.
-template <Compact kLists>
+template <Encoded kLists>
 struct ListColumn {
-  static constexpr bool kCompact = kLists != Compact::kNone, kSplit = kLists == Compact::kAll;
+  static constexpr bool kEncoded = kLists != Encoded::kNone, kSplit = kLists == Encoded::kAll;
   char* data = nullptr;
   DType dtype = DType::kNone;
 
@@ -43,24 +43,25 @@ struct ListColumn {
     dtype = data != nullptr ? type : DType::kNone;
     data += first * element_size(dtype);
 #if defined(__CUDA_ARCH__)
-    // One number: the compiler would keep both, and add them in each access.
+    // Makes one number of it: the compiler would keep both, and add them in each access.
     asm("" : "+l"(data));
 #endif
   }
 
-  // The address of element i, of a list that is there and, if `codes`, may be of codes. (Not by
-  // element_size(): what it gives for kNone costs registers. Nor by the size that load_pack() has
-  // asked for: an address for each does too.)
-  __device__ char* at(int i, bool codes = false) const {
-    const int narrow = codes && is_code(dtype) ? i : i * 2;
+  // The address of element i of a list that exists and, with `quantized`, may be quantized. (Using
+  // element_size() would cost registers for kNone. So would an address for each size that
+  // load_pack() distinguishes.)
+  __device__ char* at(int i, bool quantized = false) const {
+    const int narrow = quantized && is_quantized(dtype) ? i : i * 2;
     return global_at(data, fills_word(dtype) ? i * 4 : narrow);
   }
 
-  // Packs are aligned for wide accesses. Asked for each pack: to remember it costs a register.
+  // Whether packs are aligned for wide accesses. Computed for each pack: keeping it costs a
+  // register.
   __device__ bool wide() const { return reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0; }
 };
 
-// The lists of a row from element `first` on. What stands behind the columns is of compact types.
+// The lists of a row from element `first` on. The members after `columns` are for encoded types.
 template <class ListColumn>
 struct RowSlice {
   using Column = ListColumn;
@@ -79,7 +80,7 @@ struct RowSlice {
     for (int list = 0; list < kLists; ++list) {
       if ((kUsed | kWith) & bit(list)) columns[list] = Column(view, list, row, start);
     }
-    if constexpr (Column::kCompact) {
+    if constexpr (Column::kEncoded) {
 #pragma unroll
       for (int s = 0; s < kMaxStates; ++s) {
         if (kUsed & bit(kState0 + s)) scales[s] = view.scale(kState0 + s, row, start);
@@ -90,51 +91,52 @@ struct RowSlice {
   }
   __device__ DType operator()(int list) const {
     const DType type = columns[list].dtype;
-    // (Of the others a promise here costs the steps with codes and split masters 5 % on an H200.)
+    // (The same promise for other lists costs steps with quantized states and split masters 5 % on
+    // an H200.)
     if (list == kParam && !Column::kSplit && !is_plain(type)) __builtin_unreachable();
     return type;
   }
-  // Of a state of codes.
+  // The scale of a quantized state.
   __device__ float* scale_at(int list, int i) const {
     char* scale = reinterpret_cast<char*>(scales[list - kState0]);
     return reinterpret_cast<float*>(global_at(scale, i / kBlock * int(sizeof(float))));
   }
 };
 
-// Whether `list` may be of a compact type, and of one of a byte.
+// Whether `list` may be encoded, and whether it may be quantized.
 template <class Slice>
-__device__ constexpr bool may_be_compact(int list) {
-  return list == kParam ? Slice::Column::kSplit : Slice::Column::kCompact && is_state(list);
+__device__ constexpr bool may_be_encoded(int list) {
+  return list == kParam ? Slice::Column::kSplit : Slice::Column::kEncoded && is_state(list);
 }
 template <class Op, class Slice>
-__device__ constexpr bool may_be_codes(int list) {
-  return may_be_compact<Slice>(list) && Op::kPackable && is_state(list);
+__device__ constexpr bool may_be_quantized(int list) {
+  return may_be_encoded<Slice>(list) && Op::kQuantizable && is_state(list);
 }
 
-// See plain(). What cannot be compact is not asked.
+// See plain(). A list that cannot be encoded is not checked.
 template <class Slice>
 __device__ DType plain_of(int list, DType type) {
-  if (may_be_compact<Slice>(list)) return plain(type);
+  if (may_be_encoded<Slice>(list)) return plain(type);
   if (!is_plain(type)) __builtin_unreachable();
   return type;
 }
 
-// What a thread loads before it goes on: a pack of each list, and the scales of those of codes.
+// What a thread loads before it goes on: a pack of each list, and the scales of quantized lists.
 template <int kWidth>
 struct Packs {
   Pack<kWidth> of[kLists];
   float scale[kMaxStates];
 };
 
-// Of every list of a mask.
+// Loads the packs of every list in kReads.
 template <class Op, unsigned kReads, bool kWhole, int kWidth, class Slice>
 __device__ inline void load_packs(const Slice& slice, int i, int count, Packs<kWidth>& packs) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (!(kReads & bit(list))) continue;
-    const bool codes = may_be_codes<Op, Slice>(list);
-    packs.of[list] = load_pack<kWhole, kWidth>(slice.columns[list], i, count, codes);
-    if (codes && is_code(slice(list)) && count > 0)
+    const bool quantized = may_be_quantized<Op, Slice>(list);
+    packs.of[list] = load_pack<kWhole, kWidth>(slice.columns[list], i, count, quantized);
+    if (quantized && is_quantized(slice(list)) && count > 0)
       packs.scale[list - kState0] = *slice.scale_at(list, i);
   }
   if constexpr (Slice::Column::kSplit && (kReads & bit(kParam)) && !(kReads & bit(kModel))) {
@@ -145,8 +147,8 @@ __device__ inline void load_packs(const Slice& slice, int i, int count, Packs<kW
 
 template <class Op, unsigned kReads, int kWidth, class Slice>
 __device__ inline void widen_packs(const Slice& slice, int count, const Packs<kWidth>& packs,
-                                   Lanes<float, kWidth> (&x)[kLists]) {
-  using Bits = Lanes<uint32_t, kWidth>;
+                                   Vector<float, kWidth> (&x)[kLists]) {
+  using Bits = Vector<uint32_t, kWidth>;
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (!(kReads & bit(list))) continue;
@@ -159,11 +161,11 @@ __device__ inline void widen_packs(const Slice& slice, int count, const Packs<kW
       const Bits remainder =
           Bits::of([&](int k) { return uint32_t(int16_t(pack.template get<2>(k))); });
       with_split(type, [&](auto split) { x[list] = split.join(x[kModel], remainder); });
-    } else if (may_be_codes<Op, Slice>(list) && count > 0) {
-      const Lanes<float, kWidth> scale(packs.scale[list - kState0]);
-      with_code_of<Op>(list, type, [&](auto code) {
-        using Stored = typename decltype(code)::Stored;
-        x[list] = code.decode(
+    } else if (may_be_quantized<Op, Slice>(list) && count > 0) {
+      const Vector<float, kWidth> scale(packs.scale[list - kState0]);
+      with_quantizer_of<Op>(list, type, [&](auto quantizer) {
+        using Stored = typename decltype(quantizer)::Stored;
+        x[list] = quantizer.decode(
             Bits::of([&](int k) { return uint32_t(int32_t(Stored(pack.template get<1>(k)))); }),
             scale);
       });
@@ -173,29 +175,29 @@ __device__ inline void widen_packs(const Slice& slice, int count, const Packs<kW
 
 // Runs the op on the pack at element i.
 template <class Op, int kWidth, class Slice>
-__device__ void run(const Op& op, const Slice& slice, int i, Lanes<float, kWidth> (&x)[kLists]) {
+__device__ void run(const Op& op, const Slice& slice, int i, Vector<float, kWidth> (&x)[kLists]) {
   op(x);
-  if constexpr (Slice::Column::kCompact) {
-    using Bits = Lanes<uint32_t, kWidth>;
-    settle<Op::kWrites>(x, slice, slice.random_key, slice.first + i,
-                        Bits::of([](int k) { return uint32_t(k); }));
+  if constexpr (Slice::Column::kEncoded) {
+    using Bits = Vector<uint32_t, kWidth>;
+    round_to_storage<Op::kWrites>(x, slice, slice.random_key, slice.first + i,
+                                  Bits::of([](int k) { return uint32_t(k); }));
   }
 }
 
-// The largest magnitudes of the blocks of states of codes, whose values a warp holds. Of all states
-// together, so that their shuffles overlap.
+// The largest magnitudes of the blocks of quantized states, whose values a warp holds. All states
+// are reduced together, so that their shuffles overlap.
 template <class Op, unsigned kWrites, int kWidth, class Slice>
 __device__ inline void share_largest(const Slice& slice, int count,
-                                     const Lanes<float, kWidth> (&x)[kLists],
+                                     const Vector<float, kWidth> (&x)[kLists],
                                      uint32_t (&largest)[kMaxStates]) {
-  const auto for_codes = [&](const auto& run) {
+  const auto for_quantized = [&](const auto& run) {
 #pragma unroll
     for (int list = kState0; list < kState0 + kMaxStates; ++list) {
-      if ((kWrites & bit(list)) && may_be_codes<Op, Slice>(list) && is_code(slice(list)))
+      if ((kWrites & bit(list)) && may_be_quantized<Op, Slice>(list) && is_quantized(slice(list)))
         run(list, largest[list - kState0]);
     }
   };
-  for_codes([&](int list, uint32_t& most) {
+  for_quantized([&](int list, uint32_t& most) {
     most = 0;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
@@ -205,7 +207,7 @@ __device__ inline void share_largest(const Slice& slice, int count,
   });
 #pragma unroll
   for (int offset = kBlock / kWidth / 2; offset > 0; offset /= 2) {
-    for_codes([&](int, uint32_t& most) {
+    for_quantized([&](int, uint32_t& most) {
       const uint32_t other = __shfl_xor_sync(kWholeWarp, most, offset);
       if (other > most) most = other;
     });
@@ -214,8 +216,8 @@ __device__ inline void share_largest(const Slice& slice, int count,
 
 template <class Op, unsigned kWrites, bool kWhole, int kWidth, class Slice>
 __device__ inline void store_packs(const Slice& slice, int i, int count,
-                                   const Lanes<float, kWidth> (&x)[kLists]) {
-  using Bits = Lanes<uint32_t, kWidth>;
+                                   const Vector<float, kWidth> (&x)[kLists]) {
+  using Bits = Vector<uint32_t, kWidth>;
   uint32_t largest[kMaxStates];
   share_largest<Op, kWrites>(slice, count, x, largest);
 #pragma unroll
@@ -231,29 +233,29 @@ __device__ inline void store_packs(const Slice& slice, int i, int count,
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) pack.template put<2>(k, remainder.lane[k]);
       });
-    } else if (may_be_codes<Op, Slice>(list)) {
-      with_code_of<Op>(list, type, [&](auto code) {
-        const float scale = code.scale(largest[list - kState0]);
-        const Lanes<float, kWidth> encoder(code.encoder(scale));
-        const int place = i % kBlock;
-        if (place == 0 && count > 0) *slice.scale_at(list, i) = scale;
-        uint32_t key = code.kNearest;
+    } else if (may_be_quantized<Op, Slice>(list)) {
+      with_quantizer_of<Op>(list, type, [&](auto quantizer) {
+        const float scale = quantizer.scale(largest[list - kState0]);
+        const Vector<float, kWidth> encoder(quantizer.encoder(scale));
+        const int in_block = i % kBlock;
+        if (in_block == 0 && count > 0) *slice.scale_at(list, i) = scale;
+        uint32_t key = quantizer.kNearest;
         if constexpr (kSteps<Op>)
-          key = code.key(block_hash(slice.random_key, list, slice.first + i - place));
-        const Bits codes = code.encode(x[list], encoder, Bits::of([&](int k) {
-                                         return (kSteps<Op> ? place_bits(place + k) : 0) ^ key;
-                                       }));
+          key = quantizer.key(block_hash(slice.random_key, list, slice.first + i - in_block));
+        const Bits quantized = quantizer.encode(
+            x[list], encoder,
+            Bits::of([&](int k) { return (kSteps<Op> ? dither_bits(in_block + k) : 0) ^ key; }));
 #pragma unroll
-        for (int k = 0; k < kWidth; ++k) pack.template put<1>(k, codes.lane[k]);
+        for (int k = 0; k < kWidth; ++k) pack.template put<1>(k, quantized.lane[k]);
       });
     }
-    store_pack<kWhole>(slice.columns[list], i, count, pack, may_be_codes<Op, Slice>(list));
+    store_pack<kWhole>(slice.columns[list], i, count, pack, may_be_quantized<Op, Slice>(list));
   }
 }
 
-// The largest magnitude of a pack, if it is more than `largest`.
+// Raises `largest` to the largest magnitude of a pack.
 template <int kWidth>
-__device__ inline void include(const Lanes<float, kWidth>& value, uint32_t& largest) {
+__device__ inline void include(const Vector<float, kWidth>& value, uint32_t& largest) {
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
     const uint32_t magnitude = magnitude_of(value.lane[k]);
@@ -262,42 +264,43 @@ __device__ inline void include(const Lanes<float, kWidth>& value, uint32_t& larg
 }
 
 // Blocks take slices rather than whole chunks: a model of 25 M parameters has 780 chunks, too few
-// to fill a GPU evenly, and elementwise results do not depend on the cut.
+// to fill a GPU evenly, and elementwise results do not depend on the partition.
 constexpr int kSlices = 4;
 constexpr int kSlice = kChunk / kSlices;
 static_assert(kSlice % kTile == 0, "a slice is whole tiles");
 
-constexpr int kGroup = 4;
-constexpr int kGroups = kPack / kGroup;  // of a thread, in each tile
+constexpr int kApplyPack = 4;                    // elements that a thread handles at once
+constexpr int kApplyPacks = kPack / kApplyPack;  // packs of a thread in each tile
 
-// The element before which a thread that begins at `start` need not go on. The threads of a warp
-// make the scales of its blocks together, so with compact types they go on together.
+// The element at which a thread stops. The threads of a warp compute the scales of its blocks
+// together, so with encoded types they stop together.
 template <class Slice, int kWidth>
 __device__ inline int last_start(int end) {
-  return Slice::Column::kCompact ? end + int(threadIdx.x % kRowLanes) * kWidth : end;
+  return Slice::Column::kEncoded ? end + int(threadIdx.x % kRowLanes) * kWidth : end;
 }
 
-// Runs Op on elements [begin, end) of a row. kWhole: they are whole tiles of aligned lists, which
-// need not ask each group for its alignment and end. Others go a group at a time, which keeps half
-// of each kernel's code small; two blocks' loads of one group are enough in flight.
+// Runs Op on elements [begin, end) of a row. kWhole: they are whole tiles of aligned lists, whose
+// packs need no check of alignment and end. Others go a pack at a time, which keeps half of each
+// kernel's code small; two blocks' loads of one pack are enough in flight.
 template <class Op, unsigned kMissing, bool kWhole, class Slice>
 __device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, int end,
                                    uint32_t& largest) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
-  constexpr int kAtOnce = kWhole ? kGroups : 1;
-  const int last = last_start<Slice, kGroup>(end);
-  for (int start = begin + threadIdx.x * kGroup; start < last; start += kAtOnce * kLanes * kGroup) {
-    Packs<kGroup> packs[kAtOnce];
+  constexpr int kAtOnce = kWhole ? kApplyPacks : 1;
+  const int last = last_start<Slice, kApplyPack>(end);
+  for (int start = begin + threadIdx.x * kApplyPack; start < last;
+       start += kAtOnce * kLanes * kApplyPack) {
+    Packs<kApplyPack> packs[kAtOnce];
 #pragma unroll
-    for (int group = 0; group < kAtOnce; ++group) {
-      const int i = start + group * kLanes * kGroup;
-      load_packs<Op, kReads, kWhole>(slice, i, part<kGroup, kWhole>(i, end), packs[group]);
+    for (int p = 0; p < kAtOnce; ++p) {
+      const int i = start + p * kLanes * kApplyPack;
+      load_packs<Op, kReads, kWhole>(slice, i, part<kApplyPack, kWhole>(i, end), packs[p]);
     }
 #pragma unroll
-    for (int group = 0; group < kAtOnce; ++group) {
-      const int i = start + group * kLanes * kGroup, count = part<kGroup, kWhole>(i, end);
-      Lanes<float, kGroup> x[kLists] = {};
-      widen_packs<Op, kReads>(slice, count, packs[group], x);
+    for (int p = 0; p < kAtOnce; ++p) {
+      const int i = start + p * kLanes * kApplyPack, count = part<kApplyPack, kWhole>(i, end);
+      Vector<float, kApplyPack> x[kLists] = {};
+      widen_packs<Op, kReads>(slice, count, packs[p], x);
 #pragma unroll
       for (int list = 0; list < kLists; ++list) {
         if (Op::kChecked & bit(list)) include(x[list], largest);
@@ -311,13 +314,13 @@ __device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, 
 // Lists that few optimizers have. A kernel without them needs two thirds of the registers.
 constexpr unsigned kRareLists = bit(kAccumulated) | bit(kState2) | bit(kUnscaled) | bit(kAverage);
 
-// Calls run(slice) with one whose columns have their types as constants, so that the compiler
-// leaves out what asks for them, if those of a row are common ones: a step's states are of one
-// storage, and most parameters are FP32. Nothing happens if they are not. (Not beside rare lists:
-// that would be too many loops.)
+// Calls run(slice) with a slice whose columns have their types as constants, so that the compiler
+// leaves out the branches on them, if the row has common types: a step's states are of one storage,
+// and most parameters are FP32. Nothing happens otherwise. (Rows with rare lists are left out: they
+// would need too many loops.)
 template <class Op, unsigned kUsed, class Slice, class Run>
 __device__ inline void with_known_types(const Slice& slice, const Run& run) {
-  if constexpr (!Slice::Column::kCompact || !kSteps<Op> || (kUsed & kRareLists) != 0) {
+  if constexpr (!Slice::Column::kEncoded || !kSteps<Op> || (kUsed & kRareLists) != 0) {
     run(slice);
   } else {
     // kNone: a parameter of any type.
@@ -336,7 +339,7 @@ __device__ inline void with_known_types(const Slice& slice, const Run& run) {
     };
     const auto with = [&](DType param) {
       if (of(param, DType::kRandomBFloat16)) return true;
-      return Op::kPackable && (of(param, DType::kSigned8) || of(param, DType::kE4M3));
+      return Op::kQuantizable && (of(param, DType::kSigned8) || of(param, DType::kE4M3));
     };
     if (!with(DType::kFloat32) && !with(DType::kNone)) of(DType::kNone, DType::kFloat32);
   }
@@ -344,10 +347,10 @@ __device__ inline void with_known_types(const Slice& slice, const Run& run) {
 
 // Blocks per multiprocessor to have registers for. Gradients over the root of second moments
 // (`unsigned_states`) need more.
-HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, Compact compact) {
+HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, Encoded encoded) {
   const int lists = count_lists(used);
-  if (compact == Compact::kAll) return lists > 6 ? 1 : 2;
-  if (compact == Compact::kStates) {  // (With one state, three blocks spill on sm_80.)
+  if (encoded == Encoded::kAll) return lists > 6 ? 1 : 2;
+  if (encoded == Encoded::kStates) {  // (With one state, three blocks spill on sm_80.)
     const bool adam = count_lists(used & kStates) > 1 && (used & kRareLists) == 0;
     return lists > 6 ? 1 : adam ? 3 : 2;
   }
@@ -355,12 +358,12 @@ HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, Compac
   return lists > 6 ? 2 : lists + quotient > 4 ? 3 : 4;
 }
 
-// Runs Op on every element of every row, of those with a gradient if it asks for that. If `state`
-// says skip, nothing happens. A non-finite value in a list that Op checks sets *found_inf. No row
-// has a list of `kMissing`, or of a compact type one that is not in kCompact.
-template <class Op, unsigned kMissing, Compact kCompact>
+// Runs Op on every element of every row, or of the rows with a gradient if Op asks for that. If
+// `state` says skip, nothing happens. A non-finite value in a list that Op checks sets *found_inf.
+// No row has a list of `kMissing`, and only lists in kEncoded are encoded.
+template <class Op, unsigned kMissing, Encoded kEncoded>
 __global__ void __launch_bounds__(kLanes, updating_blocks((Op::kReads | Op::kWrites) & ~kMissing,
-                                                          Op::kUnsigned, kCompact))
+                                                          Op::kUnsigned, kEncoded))
     apply_kernel(TableView view, const StepState* state, float a, float b, float* found_inf) {
   constexpr unsigned kUsed = (Op::kReads | Op::kWrites) & ~kMissing;
   const bool skip = state != nullptr && state->skip != 0;
@@ -371,7 +374,7 @@ __global__ void __launch_bounds__(kLanes, updating_blocks((Op::kReads | Op::kWri
   const int64_t first = chunk.index * kChunk + part % kSlices * kSlice;
   const int64_t rest = view.numel[chunk.row] - first;
   const Op op = Op::for_row(view, chunk.row, a, b);
-  const RowSlice<ListColumn<kCompact>> slice(std::integral_constant<unsigned, kUsed>(), view,
+  const RowSlice<ListColumn<kEncoded>> slice(std::integral_constant<unsigned, kUsed>(), view,
                                              chunk.row, first);
   if (skip || rest <= 0 || (Op::kGradientRows && !view.is_stepped(chunk.row))) return;
   const int n = rest < kSlice ? int(rest) : kSlice;
@@ -393,23 +396,23 @@ __global__ void __launch_bounds__(kLanes, updating_blocks((Op::kReads | Op::kWri
     *found_inf = 1;  // all write the same
 }
 
-// Calls run(missing, compact), two integral_constants. `missing`: lists that no row of the pass
-// has, all rare ones among `kUsed`; all but the unscaled gradients, which FP32 training with a
-// GradScaler has; or none. `compact`: which lists may be of a compact type.
+// Calls run(missing, encoded), two integral_constants. `missing`: lists that no row of the pass
+// has, which are all rare ones among `kUsed`; all but the unscaled gradients, which FP32 training
+// with a GradScaler has; or none. `encoded`: which lists may be of an encoded type.
 template <class Op, unsigned kUsed, class Run>
 void with_instance(const DevicePass& pass, const Run& run) {
   constexpr unsigned kRare = kUsed & kRareLists, kBack = kRare & bit(kUnscaled);
   const std::integral_constant<unsigned, kRare> all;
   const std::integral_constant<unsigned, 0> none;
-  const std::integral_constant<Compact, Compact::kNone> plain;
+  const std::integral_constant<Encoded, Encoded::kNone> plain;
   const bool rare = pass.present & kRare;
   if constexpr (!Op::kPlain && (kUsed & (bit(kParam) | kStates)) != 0) {
-    if (pass.compact & kUsed) {
-      const std::integral_constant<Compact, Compact::kAll> any;
+    if (pass.encoded & kUsed) {
+      const std::integral_constant<Encoded, Encoded::kAll> any;
       if (rare) return run(none, any);
       if constexpr ((kUsed & kStates) != 0) {
-        if (!(pass.compact & bit(kParam)))
-          return run(all, std::integral_constant<Compact, Compact::kStates>());
+        if (!(pass.encoded & bit(kParam)))
+          return run(all, std::integral_constant<Encoded, Encoded::kStates>());
       }
       return run(all, any);
     }
@@ -425,8 +428,8 @@ void with_instance(const DevicePass& pass, const Run& run) {
 template <class Op>
 void apply(const DevicePass& pass) {
   if (pass.view.chunk_count == 0) return;
-  with_instance<Op, Op::kReads | Op::kWrites>(pass, [&](auto missing, auto compact) {
-    launch(Kernel{Op::kName, apply_kernel<Op, missing, compact>}, pass.view.chunk_count * kSlices,
+  with_instance<Op, Op::kReads | Op::kWrites>(pass, [&](auto missing, auto encoded) {
+    launch(Kernel{Op::kName, apply_kernel<Op, missing, encoded>}, pass.view.chunk_count * kSlices,
            kLanes, pass.stream, pass.view, pass.state, pass.a, pass.b, pass.found_inf);
   });
 }

@@ -1,6 +1,6 @@
-// The CUDA backend: which kernel each call launches, one each and two for an update that needs
-// norms of its own (LAMB). So a step is two launches, inspect (or prepare, without an inspection)
-// and update, whatever the table; LAMB's and LARC's are three.
+// The CUDA backend: the kernel that each call launches. An update that needs its own norms (LAMB)
+// launches two. So a step is two launches for any table, inspect (or prepare, without an
+// inspection) and update; LAMB's and LARC's are three.
 #include <cuda_runtime.h>
 
 #include <type_traits>
@@ -27,7 +27,7 @@ __global__ void update_scale_kernel(LossScale rule, OverflowFlags flags, bool fi
 
 constexpr int kMergeThreads = 256;
 
-__global__ void merge_kernel(Findings found) {
+__global__ void merge_kernel(RankResults found) {
   const int64_t i = int64_t(blockIdx.x) * kMergeThreads + threadIdx.x;
   if (i == 0 && found.state != nullptr) merge_states(found);
   if (i < found.values) merge_norm(found, i);
@@ -52,7 +52,7 @@ class CudaBackend : public Backend {
     ampfuse::prepare(use.pass(), preparation);
   }
 
-  void merge(const Findings& found, void* stream) override {
+  void merge(const RankResults& found, void* stream) override {
     const int64_t blocks = found.values / kMergeThreads + 1;
     launch(Kernel{"merge", merge_kernel}, blocks, kMergeThreads, cudaStream_t(stream), found);
   }

@@ -8,9 +8,9 @@
 
 namespace ampfuse {
 
-// All threads call begin() and end(); between, each counts for itself but for the few elements
-// whose exponents are counted. The counts are integers, so the order in which blocks and threads
-// add changes nothing.
+// All threads call begin() and end(). In between each has its own counts, except those of the few
+// elements whose exponents are counted. The counts are integers, so the order in which blocks and
+// threads add them does not matter.
 class Counter {
  public:
   // `changed`: where the bits of the chunk's changed weights go, or null.
@@ -24,7 +24,7 @@ class Counter {
   // Counts `number` elements from i on, as Op, which is metered, left them. Zeroes those past the
   // last, which would be measured too.
   template <class Op, class Slice>
-  __device__ void count(const Slice& slice, int i, int number, Lanes<float, kPack> (&x)[kLists]) {
+  __device__ void count(const Slice& slice, int i, int number, Vector<float, kPack> (&x)[kLists]) {
     const DType model = slice(kModel), param = slice(kParam);
     const DType half = plain(model != DType::kNone ? model : param);
     const DType split = Slice::Column::kSplit ? param : DType::kNone;

@@ -21,7 +21,7 @@ std::shared_ptr<void> allocate_plain(size_t bytes) {
 Allocate allocate_device = allocate_plain;
 
 // The owner of captured columns is a graph, and a graph's user objects die on a thread that may not
-// call CUDA. What they leave behind is freed on the next occasion.
+// call CUDA. Their memory is freed by the next call that may.
 struct Orphans {
   std::mutex mutex;
   std::vector<void*> memory;
@@ -49,7 +49,7 @@ std::shared_ptr<void> allocate_for_graph(size_t bytes) {
 }
 
 // Another stream may be capturing in the mode that forbids this thread every call that could wait
-// or allocate. None of ours touches that capture.
+// or allocate. Our calls do not affect that capture.
 class AllowUnsafeCalls {
  public:
   AllowUnsafeCalls() { CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
@@ -74,7 +74,7 @@ class PinnedRing {
     cudaEvent_t copied = nullptr;
   };
 
-  // A buffer of at least `bytes`. The caller records `copied` behind the copy.
+  // A buffer of at least `bytes`. The caller records `copied` after the copy.
   Buffer& take(size_t bytes) {
     bool free = !buffers_.empty() && done(buffers_[next_]);
     if (!free && buffers_.size() < kMaxBuffers) {
@@ -107,7 +107,7 @@ class PinnedRing {
   static bool done(const Buffer& buffer) {
     const cudaError_t status = cudaEventQuery(buffer.copied);
     if (status != cudaErrorNotReady) CUDA_CHECK(status);
-    (void)cudaGetLastError();  // "not ready" is no error to report later
+    (void)cudaGetLastError();  // "not ready" must not be reported later as an error
     return status == cudaSuccess;
   }
 
@@ -144,8 +144,8 @@ class Carver {
   size_t used_ = 0;
 };
 
-// What the host fills comes first, in the order in which it changes together: which gradients a
-// pass reads, and whether they are scaled.
+// The columns that the host fills come first. Columns that change together are neighbours: which
+// gradients a pass reads, and whether they are scaled.
 size_t lay_out(DeviceColumns& columns, void* memory, const TableView& host) {
   Carver carver(memory);
   TableView& view = columns.view;
@@ -177,13 +177,13 @@ DeviceColumns make_columns(const TableView& host, Allocate allocate, cudaStream_
   return columns;
 }
 
-// Brings columns up to date with the host's: what differs from what the device has goes there in as
-// few copies as that takes.
+// Brings columns up to date with the host's: what differs from the device's is copied there, in few
+// copies.
 class Upload {
  public:
   explicit Upload(DeviceColumns& columns) : columns_(columns) {}
 
-  // In the order of lay_out().
+  // Must be called in the order of lay_out().
   template <class T>
   void add(const T* to, const T* from, int64_t count) {
     const size_t bytes = sizeof(T) * size_t(count);
@@ -229,7 +229,7 @@ class Upload {
   std::vector<Span> spans_;
 };
 
-// What of a table may have changed.
+// What may have changed in a table.
 struct Changes {
   unsigned lists = ~0u;
   bool scaled = true, hyper = true, plan = true;  // plan: what never changes once a table exists
@@ -252,7 +252,7 @@ void upload(DeviceColumns& columns, const TableView& host, const Changes& change
     if (!(changes.lists & bit(list))) continue;
     const DType* dtype = host.dtype + list * rows;
     const bool plain = std::all_of(dtype, dtype + rows, is_plain);
-    columns.compact = (columns.compact & ~bit(list)) | (plain ? 0 : bit(list));
+    columns.encoded = (columns.encoded & ~bit(list)) | (plain ? 0 : bit(list));
     upload.add(view.dtype + list * rows, dtype, rows);
   }
   if (changes.hyper) {
@@ -314,8 +314,8 @@ void set_device_allocator(Allocate allocate) {
 // --- DeviceTable ---------------------------------------------------------------------------------
 
 DeviceTable::~DeviceTable() {
-  // The allocator may hand the memory on in the order of the stream it was made on; work on others
-  // may still run.
+  // The allocator may reuse the memory in the order of the stream it was made on; work on other
+  // streams may still run.
   if (changed_stream_) (void)cudaEventSynchronize(last_use_);
   if (last_use_ != nullptr) (void)cudaEventDestroy(last_use_);
 }
@@ -375,7 +375,7 @@ void DeviceTable::upload_changes(const Table& table, cudaStream_t stream) {
   try {
     upload(eager_, host, changes, stream);
   } catch (...) {
-    eager_ = {};  // its image holds what the device has not
+    eager_ = {};  // its image is ahead of the device's memory
     throw;
   }
   pending_lists_ = 0;

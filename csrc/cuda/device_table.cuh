@@ -1,13 +1,11 @@
-// A table's columns in device memory, kept between calls: only what differs from what the device
-// has is uploaded.
+// A table's columns in device memory, kept between calls: only differences are uploaded.
 //
 // Note [captured tables]. A copy from host memory that is captured in a CUDA graph would read the
-// host again at every replay, long after the staging buffer holds something else; and columns
-// shared between a graph and eager steps would show the graph whatever an eager step uploaded last.
-// So each capture gets columns of its own, filled once, outside the graph, and given to the graph
-// as a user object that dies with it. Their memory does not come from the allocator of the capture,
-// whose pool may hand the graph an address that an earlier node of the same graph writes again at
-// every replay.
+// host again at every replay, long after the staging buffer was reused; and columns shared between
+// a graph and eager steps would give the graph the last upload of an eager step. So each capture
+// gets its own columns, filled once, outside the graph, and given to the graph as a user object
+// that dies with it. Their memory does not come from the allocator of the capture, whose pool may
+// hand the graph an address that an earlier node of the same graph writes again at every replay.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +18,7 @@
 
 namespace ampfuse {
 
-// One set of columns and the scratch memory beside them.
+// One set of columns with its scratch memory.
 struct DeviceColumns {
   std::shared_ptr<void> memory;
   std::vector<char>
@@ -29,16 +27,16 @@ struct DeviceColumns {
   // Blocks that have arrived, of each row and of the table; zero between launches.
   unsigned* tickets = nullptr;  // [rows + 1]
   unsigned present = 0;         // lists that some row has
-  unsigned compact = 0;         // ... in a compact type
+  unsigned encoded = 0;         // ... in an encoded type
 };
 
 class DeviceTable : public TableCache {
  public:
   ~DeviceTable() override;
 
-  // Columns that work queued on `stream` from now on sees up to date.
+  // Columns that are up to date for work queued on `stream` from now on.
   const DeviceColumns& acquire(Table& table, cudaStream_t stream);
-  // To be called when that work has been queued.
+  // Must be called when that work has been queued.
   void release(cudaStream_t stream);
 
  private:
@@ -66,9 +64,9 @@ class TableUse {
   TableUse(const TableUse&) = delete;
   TableUse& operator=(const TableUse&) = delete;
 
-  // What a pass over them begins with.
+  // A pass over the columns, with default arguments.
   DevicePass pass() const {
-    DevicePass pass{columns_.view, columns_.present, columns_.compact, columns_.tickets, stream_};
+    DevicePass pass{columns_.view, columns_.present, columns_.encoded, columns_.tickets, stream_};
     pass.view.only = only_;
     return pass;
   }

@@ -7,7 +7,7 @@
 namespace ampfuse {
 namespace {
 
-struct Findings {
+struct InspectResult {
   double sum;     // of squares
   int32_t row;    // the first with a non-finite gradient; -1: every one is finite
   uint32_t bits;  // of its largest element
@@ -32,8 +32,8 @@ __device__ inline double sweep_sums(const TableView& view) {
   return block_broadcast(block_sum(sum));
 }
 
-// What the partials of all chunks say, in thread 0.
-__device__ inline Findings sweep_partials(const TableView& view) {
+// The result of the partials of all chunks, in thread 0.
+__device__ inline InspectResult sweep_partials(const TableView& view) {
   const double sum = sweep_sums(view);
   if (sum - sum == 0) return {sum, -1, 0};  // squares of FP32 do not overflow FP64: all are finite
   uint32_t first = UINT32_MAX;              // non-finite chunk
@@ -51,19 +51,18 @@ __device__ inline Findings sweep_partials(const TableView& view) {
   return {sum, row, block_max(bits)};
 }
 
-// Decides the step, then advances the rows; by one block, whose barrier orders the one before the
-// other.
+// Decides the step, then advances the rows. One block does both, and its barrier orders them.
 __device__ inline void prepare_by_block(const TableView& view, const Preparation& preparation) {
   if (threadIdx.x == 0) decide_step(*preparation.state, preparation.decision);
   __syncthreads();
   advance_rows(view, preparation, threadIdx.x, blockDim.x);
 }
 
-// By the last block. Not inlined: its registers would be those of every block, and leave a third
-// fewer of them in flight.
+// Run by the last block. Not inlined: every block would need its registers, and a third fewer of
+// them would be in flight.
 __device__ __attribute__((noinline)) void finish_inspection(const TableView& view,
                                                             const InspectArgs& args) {
-  const Findings found = sweep_partials(view);
+  const InspectResult found = sweep_partials(view);
   if (threadIdx.x == 0) {
     if (args.state != nullptr) {
       record_inspection(*args.state, found.sum, found.row, found.bits, args.same_pass);

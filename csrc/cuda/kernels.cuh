@@ -1,5 +1,5 @@
-// What the CUDA backend launches for an op. Each header of core/ops has a translation unit of its
-// own, in which ops.cu defines what is declared here.
+// The launches of the CUDA backend for an op. Each header of core/ops has its own translation unit,
+// in which ops.cu defines the function declared here.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,14 +11,14 @@ namespace ampfuse {
 // One pass over a table.
 struct DevicePass {
   TableView view;
-  unsigned present, compact;  // lists that some row of it has, or has in a compact type
+  unsigned present, encoded;  // lists that some row of it has, or has in an encoded type
   unsigned* tickets;          // see DeviceColumns
   cudaStream_t stream;
-  const StepState* state = nullptr;  // nothing happens if it says skip
-  float a = 1, b = 1;                // what the op takes, see Op::for_row
+  const StepState* state = nullptr;  // nothing happens if its skip is set
+  float a = 1, b = 1;                // arguments of the op, see Op::for_row
   float* found_inf = nullptr;        // set where a checked list holds a non-finite value
   float* norms = nullptr;            // [measures][rows], of an op that measures
-  Meter meter = {};                  // of one that is metered
+  Meter meter = {};                  // for an op that is metered
 };
 
 template <class Op>

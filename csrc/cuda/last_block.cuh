@@ -1,6 +1,6 @@
-// Several blocks leave partial results, and the one that arrives last goes on with all of them:
-// what would be a launch of its own otherwise. Which block that is changes from run to run, and
-// nothing but time depends on it.
+// Several blocks leave partial results, and the block that arrives last continues with all of them,
+// which saves a launch. Which block that is changes from run to run, but only the time depends on
+// it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@ namespace ampfuse {
 // True in every thread of the last of `blocks` blocks to call, when all others have written what
 // they wrote before. Counts in the ticket, which is zero again afterwards.
 __device__ inline bool arrives_last(unsigned* ticket, unsigned blocks) {
-  __syncthreads();  // the fence is for what any thread of the block wrote
+  __syncthreads();  // the fence covers what any thread of the block wrote
   unsigned arrived = 0;
   if (threadIdx.x == 0) {
     __threadfence();

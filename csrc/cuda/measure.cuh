@@ -1,6 +1,6 @@
 // Passes that measure: they run an op as apply.cuh does and take the norms of what it leaves in
-// some lists. One block per chunk leaves a partial for each list in the table, and the last block
-// of a row makes its norms of them. See core/reduce.h for the order of the sums.
+// some lists. One block per chunk writes a partial for each list to the table, and the last block
+// of a row computes its norms from them. See core/reduce.h for the order of the sums.
 #pragma once
 
 #include "apply.cuh"
@@ -46,7 +46,7 @@ __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, in
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int i = start + tile * kTile, count = part<kPack>(i, end);
-      Lanes<float, kPack> x[kLists] = {};
+      Vector<float, kPack> x[kLists] = {};
       widen_packs<Op, kReads>(slice, count, packs[tile], x);
       run(op, slice, i, x);
       if constexpr (Op::kMetered) counter.count<Op>(slice, i, count, x);
@@ -66,9 +66,9 @@ __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, in
   }
 }
 
-// add_tiles() over n elements. A pass that reads one list and writes none would spend a third of
-// its instructions on asking each pack for its type, alignment and end, and is bound by them: whole
-// tiles of an aligned list go through a loop for their type.
+// add_tiles() over n elements. A pass that reads one list and writes none would use a third of its
+// instructions to check each pack's type, alignment and end, and is bound by them: whole tiles of
+// an aligned list go through a loop for their type.
 template <class Op, unsigned kMissing, class Slice>
 __device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
                                        const float* rescale, Counter& counter) {
@@ -77,7 +77,7 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
   float lane[kCount][kPack] = {};
   Sums<Op> sums = {};
   int done = 0;
-  if constexpr (count_lists(kReads) == 1 && kWrites == 0 && !Slice::Column::kCompact) {
+  if constexpr (count_lists(kReads) == 1 && kWrites == 0 && !Slice::Column::kEncoded) {
     constexpr int kList = count_lists((kReads & -kReads) - 1);
     const auto& column = slice.columns[kList];
     constexpr int kStride = tiles_in_flight(kReads) * kTile;
@@ -100,7 +100,7 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
 
 // Measures the block's chunk; its partials are in the table then. Counts in `meter` if the op is
 // metered.
-template <class Op, unsigned kMissing, Compact kCompact = Compact::kNone>
+template <class Op, unsigned kMissing, Encoded kEncoded = Encoded::kNone>
 __device__ void measure_chunk(const TableView& view, float a, float b, const Meter& meter = {}) {
   constexpr int kCount = Sums<Op>::kCount;
   const Chunk chunk = view.chunks[blockIdx.x];
@@ -115,7 +115,7 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
   const int64_t first = chunk.index * kChunk;
   const int64_t rest = view.numel[chunk.row] - first;
   const int n = rest < kChunk ? int(rest) : int(kChunk);
-  using Slice = RowSlice<ListColumn<kCompact>>;
+  using Slice = RowSlice<ListColumn<kEncoded>>;
   constexpr unsigned kUsed = (Op::kReads | Op::kWrites) & ~kMissing;
   const Slice slice(std::integral_constant<unsigned, kUsed>(), view, chunk.row, first);
 
@@ -155,15 +155,15 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
 // Blocks per multiprocessor to have registers for. LAMB's four lists spill with 80 registers, and
 // two blocks of them have 57 KB of loads in flight; five spill with 128, and so do three of a
 // metered op.
-HD constexpr int measuring_blocks(unsigned used, bool metered, Compact lists_of_compact) {
-  const bool compact = lists_of_compact != Compact::kNone;
+HD constexpr int measuring_blocks(unsigned used, bool metered, Encoded encoded_lists) {
+  const bool encoded = encoded_lists != Encoded::kNone;
   const int lists = count_lists(used);
   if (metered) return 1;
-  return (lists == 1 ? 4 : lists <= 3 ? 3 : lists == 4 ? 2 : 1 + compact) / (compact ? 2 : 1);
+  return (lists == 1 ? 4 : lists <= 3 ? 3 : lists == 4 ? 2 : 1 + encoded) / (encoded ? 2 : 1);
 }
 
-// Where a pass leaves the norm and the largest magnitude of each row: [measures][rows], either may
-// be null.
+// The outputs of a pass, norm and largest magnitude of each row: [measures][rows], either may be
+// null.
 struct RowNorms {
   float* norms = nullptr;
   float* largest = nullptr;
@@ -175,7 +175,7 @@ struct RowNorms {
   }
 };
 
-// No block finishes a row without elements, so the first blocks write its norms, one row a thread.
+// Rows without elements have no block, so the first blocks write their norms, one row a thread.
 __device__ inline void finish_empty_rows(const TableView& view, int measures, const RowNorms& out) {
   const int64_t threads = int64_t(gridDim.x) * kLanes;
 #pragma unroll 1
@@ -212,9 +212,9 @@ __device__ inline void finish_row(const TableView& view, int measures, const Row
   if (lane == 0) out.set(m * view.rows + row, norm_of(sum), bits_float(bits));
 }
 
-template <class Op, unsigned kMissing, Compact kCompact>
+template <class Op, unsigned kMissing, Encoded kEncoded>
 __global__ void __launch_bounds__(kLanes, measuring_blocks((Op::kReads | Op::kWrites) & ~kMissing,
-                                                           Op::kMetered, kCompact))
+                                                           Op::kMetered, kEncoded))
     measure_kernel(TableView view, RowNorms out, unsigned* tickets, const StepState* state,
                    Meter meter) {
   if (state != nullptr && state->skip != 0) return;
@@ -222,18 +222,18 @@ __global__ void __launch_bounds__(kLanes, measuring_blocks((Op::kReads | Op::kWr
   finish_empty_rows(view, kCount, out);
   if (blockIdx.x >= view.chunk_count) return;  // a table without elements: one block and no chunk
   if (!view.is_meant(view.chunks[blockIdx.x].row)) return;
-  measure_chunk<Op, kMissing, kCompact>(view, 0, 0, meter);
+  measure_chunk<Op, kMissing, kEncoded>(view, 0, 0, meter);
   finish_row(view, kCount, out, tickets);
 }
 
 template <class Op>
 void measure(const DevicePass& pass) {
   if (pass.view.rows == 0) return;
-  // Two instances are enough: a metered step is rare, and so are compact types that are measured.
+  // Two instances are enough: a metered step is rare, and so are encoded types that are measured.
   constexpr unsigned kOneOf = Op::kMetered ? bit(kUnscaled) : 0;
-  with_instance<Op, (Op::kReads | Op::kWrites) & ~kOneOf>(pass, [&](auto missing, auto compact) {
-    constexpr auto kCompact = compact == Compact::kNone ? Compact::kNone : Compact::kAll;
-    launch(Kernel{Op::kName, measure_kernel<Op, missing, kCompact>},
+  with_instance<Op, (Op::kReads | Op::kWrites) & ~kOneOf>(pass, [&](auto missing, auto encoded) {
+    constexpr auto kEncoded = encoded == Encoded::kNone ? Encoded::kNone : Encoded::kAll;
+    launch(Kernel{Op::kName, measure_kernel<Op, missing, kEncoded>},
            pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream, pass.view,
            RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);
   });

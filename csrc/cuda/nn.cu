@@ -1,4 +1,4 @@
-// The kernels of one header of core/nn_ops: a launch for a map, and for a sum over channels two.
+// The kernels of one header of core/nn_ops: one launch for a map, two for a sum over channels.
 //
 // A thread holds a pack of kPack neighbouring channels, so that a row's packs are read in whole
 // lines, and goes down the rows with the channels' coefficients in registers. In sums it takes one
@@ -9,22 +9,22 @@
 #include <type_traits>
 
 #include "block_reduce.cuh"
-#include "lanes.cuh"
 #include "launch.cuh"
 #include "nn.cuh"
 #include "pack.cuh"
 #include "rows.cuh"
+#include "vector.cuh"
 
 namespace ampfuse {
 namespace {
 
-// Where a thread is in a row: its channels [c, c + count).
+// A thread's channels of a row: [c, c + count).
 template <int kWidth>
-struct Place {
+struct ChannelRange {
   int64_t c;
   int count;
 
-  __device__ Place(const ImageRows& image, int64_t pack) : c(pack * kWidth) {
+  __device__ ChannelRange(const ImageRows& image, int64_t pack) : c(pack * kWidth) {
     const int64_t rest = image.channels - c;
     count = rest < kWidth ? int(rest) : kWidth;
   }
@@ -38,16 +38,17 @@ bool aligned(const NnArgs& args, unsigned lists) {
   return all;
 }
 
-// Of a pack, kStep channels at a time: all of them run side by side, or take fewer registers.
+// The coefficients of a pack, kStep channels at a time: more of them run in parallel, fewer take
+// fewer registers.
 template <class Op, unsigned kLists, int kWidth, int kStep>
 struct Coefs {
-  Lanes<float, kStep> value[kWidth / kStep][Op::kCoefs] = {};
+  Vector<float, kStep> value[kWidth / kStep][Op::kCoefs] = {};
 
-  __device__ Coefs(const NnArgs& args, int64_t row, const Place<kWidth>& place) {
+  __device__ Coefs(const NnArgs& args, int64_t row, const ChannelRange<kWidth>& range) {
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
       float of_channel[Op::kCoefs] = {};
-      if (k < place.count) Op::template coefs<kLists>(args, row, place.c + k, of_channel);
+      if (k < range.count) Op::template coefs<kLists>(args, row, range.c + k, of_channel);
 #pragma unroll
       for (int i = 0; i < Op::kCoefs; ++i) value[k / kStep][i].lane[k % kStep] = of_channel[i];
     }
@@ -55,28 +56,28 @@ struct Coefs {
 };
 
 // Loads a pack of each image that the op reads, calls run(step, x, bits) for kStep channels at a
-// time, bits being those of the mask, and stores what the op writes. kAligned: as aligned() says; a
-// test of each pack would keep the loads of a row behind those of the row before.
+// time, bits being those of the mask, and stores what the op writes. kAligned: the result of
+// aligned(); a test of each pack would keep the loads of a row waiting for those of the row before.
 template <class Op, unsigned kLists, DType kType, bool kAligned, int kStep, int kWidth, class Run>
-__device__ inline void for_pack(const NnArgs& args, int64_t row, const Place<kWidth>& place,
+__device__ inline void for_pack(const NnArgs& args, int64_t row, const ChannelRange<kWidth>& range,
                                 const Run& run) {
   constexpr unsigned kRead = kLists & Op::kReads, kWritten = kLists & Op::kWrites;
   const auto packs = [&](int image) {
-    return RowPacks<kType>(args.images[image], row * args.image.channels + place.c, false);
+    return RowPacks<kType>(args.images[image], row * args.image.channels + range.c, false);
   };
-  Lanes<float, kWidth> x[kMaxImages] = {};
+  Vector<float, kWidth> x[kMaxImages] = {};
 #pragma unroll
   for (int i = 0; i < kMaxImages; ++i) {
     if (kRead & bit(i))
-      widen(load_pack<kAligned, kWidth>(packs(i), 0, place.count), kType, x[i].lane);
+      widen(load_pack<kAligned, kWidth>(packs(i), 0, range.count), kType, x[i].lane);
   }
-  const int64_t mask_byte = row * args.image.mask_bytes() + place.c / kPack;
+  const int64_t mask_byte = row * args.image.mask_bytes() + range.c / kPack;
   uint32_t bits = (kRead & kMask) && args.mask ? args.mask[mask_byte] : 0xffu;
-  if (kWidth < kPack) bits >>= place.c % kPack;
+  if (kWidth < kPack) bits >>= range.c % kPack;
   uint32_t written = 0;
 #pragma unroll
   for (int k = 0; k < kWidth; k += kStep) {
-    Lanes<float, kStep> each[kMaxImages];
+    Vector<float, kStep> each[kMaxImages];
 #pragma unroll
     for (int i = 0; i < kMaxImages; ++i)
       each[i] = each[i].of([&](int lane) { return x[i].lane[k + lane]; });
@@ -91,27 +92,28 @@ __device__ inline void for_pack(const NnArgs& args, int64_t row, const Place<kWi
   }
 #pragma unroll
   for (int i = 0; i < kMaxImages; ++i) {
-    if (kWritten & bit(i)) store_pack<kAligned>(packs(i), 0, place.count, narrow<kType>(x[i].lane));
+    if (kWritten & bit(i)) store_pack<kAligned>(packs(i), 0, range.count, narrow<kType>(x[i].lane));
   }
   if constexpr (kWritten & kMask) {
     static_assert(kWidth == kPack, "a byte of the mask is of one thread");
-    args.mask[mask_byte] = uint8_t(kAligned ? written : written & ((1u << place.count) - 1));
+    args.mask[mask_byte] = uint8_t(kAligned ? written : written & ((1u << range.count) - 1));
   }
 }
 
 // ---- sums ----
 
-constexpr int kSumPacks = 8;  // of a block, side by side: of whole packs, a line of halves
+constexpr int kSumPacks = 8;  // neighbouring packs of a block: if whole, a line of halves
 constexpr int kSumThreads = kSumPacks * kSpanTiles;
 static_assert(kSumThreads >= kSumPacks * kPack, "a thread for each channel adds the tiles");
 
-// A matrix of fewer blocks, about as many as a large GPU has multiprocessors, is cut finer: sums
-// into narrow packs, which read slower where there are enough blocks, and maps into fewer rows.
+// A matrix with fewer blocks than this, about as many as a large GPU has multiprocessors, is
+// divided further: sums into narrow packs, which read slower where there are enough blocks, and
+// maps into fewer rows.
 constexpr int64_t kFewBlocks = 160;
 constexpr int kNarrow = 2;
 
-// Blocks of a multiprocessor that there are registers for without a spill. (Left to itself, the
-// compiler gives so many to a pass that computes much that two blocks fewer run at a time.)
+// Blocks of a multiprocessor that have enough registers without a spill. (On its own, the compiler
+// gives a pass that computes much so many registers that two blocks fewer run at a time.)
 template <class Op, DType kType, bool kAligned, int kWidth>
 constexpr int sum_blocks() {
   if (kWidth < kPack) return 8;
@@ -124,26 +126,26 @@ __global__ void __launch_bounds__(kSumThreads, (sum_blocks<Op, kType, kAligned, 
     sum_kernel(NnArgs args) {
   assume_type<kType>(args);
   constexpr int kStep = kWidth == kPack ? 1 : kWidth, kSteps = kWidth / kStep;
-  using F = Lanes<float, kStep>;
+  using F = Vector<float, kStep>;
   constexpr int kChannels = kSumPacks * kWidth;
   const ImageRows& image = args.image;
   const int64_t columns = ceil_div(image.channels, kChannels);
   const int64_t span = blockIdx.x / columns, first_row = span * kSpanRows;
   const int64_t first_channel = blockIdx.x % columns * kChannels;
   const int tile = threadIdx.x / kSumPacks, pack = threadIdx.x % kSumPacks;
-  const Place<kWidth> place(image, first_channel / kWidth + pack);
+  const ChannelRange<kWidth> range(image, first_channel / kWidth + pack);
 
   __shared__ float of_rows[Op::kCoefsOfRow ? kSpanRows : 1][Op::kCoefs];
-  if constexpr (Op::kCoefsOfRow) {  // on their way together, and not in the way of the rows
+  if constexpr (Op::kCoefsOfRow) {  // loaded together, before the rows
     for (int i = threadIdx.x; i < image.rows_of(span); i += kSumThreads)
       Op::template coefs<kLists>(args, first_row + i, 0, of_rows[i]);
     __syncthreads();
   }
   F first[kSteps] = {}, second[kSteps] = {};
-  if (place.count > 0) {
+  if (range.count > 0) {
     const int64_t begin = first_row + tile * kTileRows;
     const int64_t end = begin + kTileRows < image.rows ? begin + kTileRows : image.rows;
-    const Coefs<Op, kLists, kWidth, kStep> coefs(args, first_row, place);
+    const Coefs<Op, kLists, kWidth, kStep> coefs(args, first_row, range);
 #pragma unroll kWidth == kPack ? 4 : 8
     for (int64_t row = begin; row < end; ++row) {
       F of_row[Op::kCoefs];
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__(kSumThreads, (sum_blocks<Op, kType, kAligned, 
       for (int i = 0; i < Op::kCoefs; ++i)
         of_row[i] = F(Op::kCoefsOfRow ? of_rows[row - first_row][i] : 0.0f);
       for_pack<Op, kLists, kType, kAligned, kStep>(
-          args, row, place, [&](int step, F(&x)[kMaxImages], uint32_t bits) {
+          args, row, range, [&](int step, F(&x)[kMaxImages], uint32_t bits) {
             if constexpr (Op::kCoefsOfRow) {
               Op::template add<kLists>(x, of_row, bits, first[step], second[step]);
             } else {
@@ -193,7 +195,7 @@ struct SpanSum {
   __device__ double operator()(const Value& value) const {
     const int64_t whole = exists ? image.rows / kSpanRows : 0, lane = threadIdx.x % kRowLanes;
     double sum = 0;
-    // (Told that a span is whole, the compiler leaves out what a shorter one takes, a division.)
+    // (The compiler then leaves out what a shorter span needs, a division.)
 #pragma unroll 8
     for (int64_t span = lane; span < whole; span += kRowLanes) {
 #if defined(__CUDA_ARCH__)
@@ -217,9 +219,9 @@ __global__ void finish_kernel(NnArgs args) {
 
 // ---- maps ----
 
-constexpr int kRowsAtOnce = 4;  // of a thread, in flight together
+constexpr int kRowsAtOnce = 4;  // rows of a thread in flight together
 
-// How the threads of a block lie: `width` packs wide, a power of two, and each has `rows` rows.
+// The layout of a block's threads: `width` packs wide, a power of two, and each has `rows` rows.
 struct Grid {
   int width = 1, rows = 2 * kRowsAtOnce;
   int64_t columns, blocks;
@@ -234,24 +236,25 @@ struct Grid {
   }
 };
 
-// Backwards over the rows: sums have just been taken forwards, and the end of what they read is
+// Goes backwards over the rows: sums have just gone forwards, and the end of what they read is
 // still in the L2 cache.
 template <class Op, unsigned kLists, DType kType, bool kAligned>
 __global__ void __launch_bounds__(kLanes) map_kernel(NnArgs args, Grid grid) {
   const ImageRows& image = args.image;
   const int64_t block = grid.blocks - 1 - blockIdx.x;
-  const Place<kPack> place(image, block % grid.columns * grid.width + threadIdx.x % grid.width);
-  if (place.count <= 0) return;
+  const ChannelRange<kPack> range(image,
+                                  block % grid.columns * grid.width + threadIdx.x % grid.width);
+  if (range.count <= 0) return;
   const int height = kLanes / grid.width;
   int64_t row = block / grid.columns * height * grid.rows + threadIdx.x / grid.width;
-  const Coefs<Op, kLists, kPack, kPack> coefs(args, 0, place);
+  const Coefs<Op, kLists, kPack, kPack> coefs(args, 0, range);
 #pragma unroll 1
   for (int done = 0; done < grid.rows; done += kRowsAtOnce) {
 #pragma unroll
     for (int i = 0; i < kRowsAtOnce; ++i, row += height) {
       if (row >= image.rows) continue;
       for_pack<Op, kLists, kType, kAligned, kPack>(
-          args, row, place, [&](int step, Lanes<float, kPack>(&x)[kMaxImages], uint32_t& bits) {
+          args, row, range, [&](int step, Vector<float, kPack>(&x)[kMaxImages], uint32_t& bits) {
             Op::template apply<kLists>(x, coefs.value[step], bits);
           });
     }

@@ -1,5 +1,5 @@
-// What the CUDA backend launches for an op of a fused layer. Each header of core/nn_ops has a
-// translation unit of its own, in which nn.cu defines what is declared here.
+// The launches of the CUDA backend for an op of a fused layer. Each header of core/nn_ops has its
+// own translation unit, in which nn.cu defines the function declared here.
 #pragma once
 
 #include <cuda_runtime.h>

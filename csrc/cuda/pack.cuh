@@ -1,5 +1,5 @@
-// Packs: neighbouring elements of a list as one thread moves them, in one access where they are
-// aligned and all there.
+// Packs: neighbouring elements of a list as one thread moves them, in one access if they are
+// aligned and complete.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,15 +24,15 @@ __device__ inline char* global_at(char* data, int offset) {
 template <DType kType>
 struct KnownColumn {
   static constexpr DType dtype = kType;
-  static constexpr bool kCompact = false, kSplit = false;
+  static constexpr bool kEncoded = false, kSplit = false;
   char* data = nullptr;
 
   __device__ char* at(int i) const { return global_at(data, i * int(element_size(kType))); }
   __device__ bool wide() const { return true; }
 };
 
-// kWidth elements as they are stored: FP32 fills the words, two half-precision values or four codes
-// share one.
+// kWidth elements as they are stored: FP32 fills the words, and two half-precision or four
+// quantized values share one.
 template <int kWidth>
 struct Pack {
   uint32_t word[kWidth] = {};
@@ -44,7 +44,7 @@ struct Pack {
     const uint32_t bits = word[k / kPerWord] >> 8 * kSize * (k % kPerWord);
     return kSize == 4 ? bits : bits & ((1u << 8 * kSize % 32) - 1);
   }
-  // ... which was zero.
+  // Sets element k, which must be zero before.
   template <int kSize>
   __device__ void put(int k, uint32_t bits) {
     constexpr int kPerWord = 4 / kSize;
@@ -100,13 +100,13 @@ struct Element<1> {
   using type = uint8_t;
 };
 
-// Calls run(size), an integral_constant, of the elements of a column that is there. codes: it may
-// be of codes, where the caller knows when compiling.
+// Calls run(size), an integral_constant: the element size of a column that exists. `quantized`, a
+// constant of the caller: whether the column may be quantized.
 template <class Column, class Run>
-__device__ inline void with_size(const Column& column, bool codes, const Run& run) {
+__device__ inline void with_size(const Column& column, bool quantized, const Run& run) {
   if (fills_word(column.dtype)) {
     run(std::integral_constant<int, 4>());
-  } else if (codes && is_code(column.dtype)) {
+  } else if (quantized && is_quantized(column.dtype)) {
     run(std::integral_constant<int, 1>());
   } else {
     run(std::integral_constant<int, 2>());
@@ -114,9 +114,9 @@ __device__ inline void with_size(const Column& column, bool codes, const Run& ru
 }
 
 template <class Column>
-__device__ inline char* address(const Column& column, bool codes, int i) {
-  if constexpr (Column::kCompact) {
-    return column.at(i, codes);
+__device__ inline char* address(const Column& column, bool quantized, int i) {
+  if constexpr (Column::kEncoded) {
+    return column.at(i, quantized);
   } else {
     return column.at(i);
   }
@@ -126,17 +126,17 @@ __device__ inline char* address(const Column& column, bool codes, int i) {
 // column is aligned and count is kWidth.
 template <bool kWhole, int kWidth, class Column>
 __device__ inline Pack<kWidth> load_pack(const Column& column, int i, int count,
-                                         bool codes = false) {
+                                         bool quantized = false) {
   Pack<kWidth> pack;
   if (column.dtype == DType::kNone) return pack;
   const bool whole = kWhole || (column.wide() && count == kWidth);
-  with_size(column, codes, [&](auto size) {
+  with_size(column, quantized, [&](auto size) {
     constexpr int kSize = decltype(size)::value;
     if (whole) {
-      load_words<kWidth * kSize / 4>(address(column, codes, i), pack.word);
+      load_words<kWidth * kSize / 4>(address(column, quantized, i), pack.word);
     } else {
       const auto* data =
-          reinterpret_cast<const typename Element<kSize>::type*>(address(column, codes, i));
+          reinterpret_cast<const typename Element<kSize>::type*>(address(column, quantized, i));
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
         if (k < count) pack.template put<kSize>(k, data[k]);
@@ -148,15 +148,15 @@ __device__ inline Pack<kWidth> load_pack(const Column& column, int i, int count,
 
 template <bool kWhole, int kWidth, class Column>
 __device__ inline void store_pack(const Column& column, int i, int count, const Pack<kWidth>& pack,
-                                  bool codes = false) {
+                                  bool quantized = false) {
   if (column.dtype == DType::kNone) return;
   const bool whole = kWhole || (column.wide() && count == kWidth);
-  with_size(column, codes, [&](auto size) {
+  with_size(column, quantized, [&](auto size) {
     constexpr int kSize = decltype(size)::value;
     if (whole) {
-      store_words<kWidth * kSize / 4>(address(column, codes, i), pack.word);
+      store_words<kWidth * kSize / 4>(address(column, quantized, i), pack.word);
     } else {
-      auto* data = reinterpret_cast<typename Element<kSize>::type*>(address(column, codes, i));
+      auto* data = reinterpret_cast<typename Element<kSize>::type*>(address(column, quantized, i));
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
         if (k < count) data[k] = typename Element<kSize>::type(pack.template get<kSize>(k));
@@ -165,7 +165,7 @@ __device__ inline void store_pack(const Column& column, int i, int count, const 
   });
 }
 
-// Leaves the values of an absent list as they are: zero.
+// The values of an absent list stay zero.
 template <int kWidth>
 __device__ inline void widen(const Pack<kWidth>& pack, DType dtype, float (&value)[kWidth]) {
   with_storage(dtype, [&](auto storage) {
@@ -176,7 +176,7 @@ __device__ inline void widen(const Pack<kWidth>& pack, DType dtype, float (&valu
   });
 }
 
-// Two values that are no NaN, as float_to_bfloat16() has them, the first in the lower half.
+// Two values that are not NaN, as float_to_bfloat16() rounds them, the first in the lower half.
 __device__ inline uint32_t numbers_to_bfloat16(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t both;
@@ -191,8 +191,8 @@ __device__ inline uint32_t numbers_to_bfloat16(float low, float high) {
 #endif
 }
 
-// A pack of BF16 is asked for NaNs once, where its rounding asks each value: a third of the
-// instructions of a pass that does little else.
+// A pack of BF16 is checked for NaN once, where float_to_bfloat16() checks each value: that is a
+// third of the instructions of a pass that does little else.
 template <DType kType, int kWidth>
 __device__ inline Pack<kWidth> narrow(const float (&value)[kWidth]) {
   using Type = Storage<kType>;
@@ -212,7 +212,7 @@ __device__ inline Pack<kWidth> narrow(const float (&value)[kWidth]) {
   return pack;
 }
 
-// ... as `dtype` says.
+// The same for a type that is known when running.
 template <int kWidth>
 __device__ inline Pack<kWidth> narrow(const float (&value)[kWidth], DType dtype) {
   Pack<kWidth> pack;

@@ -1,8 +1,8 @@
 // The kernels of row ops: sums along each row, maps with a row's coefficients, and passes, which do
 // both and hold what they have read in registers between.
 //
-// In sums a group of threads holds the lanes of nn_op.h, a pack each, and takes spans of one row; a
-// block has the groups of a row, or of several where they are short.
+// In sums a group of threads holds the lanes of nn_op.h, a pack each, and takes spans of one row. A
+// block has the groups of one row, or of several short ones.
 #pragma once
 
 #include "core/nn_ops/nn_op.h"
@@ -14,7 +14,7 @@ namespace ampfuse {
 constexpr int kGroupThreads = kRowWidth / kPack;
 static_assert(kRowGroups * kGroupThreads == kLanes, "a block has the groups of a row");
 
-// What the instance of a kernel knows.
+// The kernel instance knows the type.
 template <DType kType>
 __device__ inline void assume_type([[maybe_unused]] const NnArgs& args) {
 #if defined(__CUDA_ARCH__)
@@ -22,11 +22,11 @@ __device__ inline void assume_type([[maybe_unused]] const NnArgs& args) {
 #endif
 }
 
-// The matrix from element `first` on, a pack's.
+// The matrix from element `first` on, where a pack begins.
 template <DType kType>
 struct RowPacks {
   static constexpr DType dtype = kType;
-  static constexpr bool kCompact = false, kSplit = false;
+  static constexpr bool kEncoded = false, kSplit = false;
   char* data;
   bool aligned;
 
@@ -52,9 +52,9 @@ __device__ inline void load_columns(const NnArgs& args, int image, int64_t row, 
 template <class Op, bool kPlain, DType kType, bool kAligned>
 __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int groups) {
   const int64_t columns = args.image.channels, spans = ceil_div(columns, kSpanColumns);
-  const int place = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
-  const int group = place % groups;
-  const int64_t row = blockIdx.x * int64_t(kRowGroups / groups) + place / groups;
+  const int block_group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
+  const int group = block_group % groups;
+  const int64_t row = blockIdx.x * int64_t(kRowGroups / groups) + block_group / groups;
   const bool exists = row < args.image.rows;
   const float* weights = args.vectors[Op::kWeight];
 
@@ -96,47 +96,48 @@ __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int gro
       for (int k = 0; k < offset; ++k) Op::merge(value[k], value[k + offset]);
     }
 #pragma unroll
-    for (int i = 0; i < Op::kValues; ++i) of_groups[place][i] = value[0][i];
+    for (int i = 0; i < Op::kValues; ++i) of_groups[block_group][i] = value[0][i];
   }
   __syncthreads();
   if (thread != 0 || group != 0 || !exists) return;
   int count = spans < kRowGroups ? int(spans) : kRowGroups;
   for (int offset = kRowGroups / 2; offset > 0; offset /= 2) {
     for (int i = 0; i < offset && i + offset < count; ++i)
-      Op::merge(of_groups[place + i], of_groups[place + i + offset]);
+      Op::merge(of_groups[block_group + i], of_groups[block_group + i + offset]);
     count = count < offset ? count : offset;
   }
-  Op::finish(args, row, of_groups[place]);
+  Op::finish(args, row, of_groups[block_group]);
 }
 
-constexpr int kPacksEach = 8;  // of a thread
+constexpr int kPacksEach = 8;  // packs of a thread
 
-// How the threads of a block lie: 2^log packs wide.
+// The layout of a block's threads: 2^log packs wide.
 struct RowGrid {
   int log = 0;
-  int64_t strips, blocks;
+  int64_t column_blocks, blocks;
 
   explicit RowGrid(const ImageRows& image) {
     const int64_t packs = ceil_div(image.channels, kPack);
     while (1 << log < packs && 1 << log < kLanes) ++log;
-    strips = ceil_div(packs, kPacksEach << log);
-    blocks = strips * ceil_div(image.rows, kLanes >> log);
+    column_blocks = ceil_div(packs, kPacksEach << log);
+    blocks = column_blocks * ceil_div(image.rows, kLanes >> log);
   }
 };
 
-// Backwards over the rows: what the sum read last is still in the L2 cache.
+// Goes backwards over the rows: what the sum read last is still in the L2 cache.
 template <class Op, bool kPlain, DType kType, bool kAligned>
 __global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid grid) {
   const int64_t columns = args.image.channels;
-  const unsigned block = gridDim.x - 1 - blockIdx.x, strips = unsigned(grid.strips);
-  const int64_t row = int64_t(block / strips) * (kLanes >> grid.log) + (threadIdx.x >> grid.log);
+  const unsigned block = gridDim.x - 1 - blockIdx.x, column_blocks = unsigned(grid.column_blocks);
+  const int64_t row =
+      int64_t(block / column_blocks) * (kLanes >> grid.log) + (threadIdx.x >> grid.log);
   if (row >= args.image.rows) return;
   const float* weights = args.vectors[Op::kWeight];
   const bool counts = Op::counts(args, row);
   const int64_t target = args.targets[row];
   float coef[Op::kCoefs] = {};
   if (counts) Op::coefs(args, row, coef);
-  const int64_t first = int64_t(block % strips * kPacksEach) << grid.log;
+  const int64_t first = int64_t(block % column_blocks * kPacksEach) << grid.log;
 #pragma unroll kAligned ? kPacksEach : 1
   for (int i = 0; i < kPacksEach; ++i) {
     const int64_t c = (first + (i << grid.log) + (threadIdx.x & ((1 << grid.log) - 1))) * kPack;
@@ -158,10 +159,10 @@ __global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid gr
 
 // ---- passes ----
 
-constexpr int kPassPacks = kPassColumns / kRowWidth;  // of a thread, in a span
+constexpr int kPassPacks = kPassColumns / kRowWidth;  // packs of a thread in a span
 
-// The weights or biases of a pack of columns. kType: theirs, of which 16 bytes are loaded at a
-// time; kNone: as `dtype` says, one after the other.
+// The weights or biases of a pack of columns. kType: their type, loaded 16 bytes at a time; kNone:
+// they are of type `dtype` and are loaded one after the other.
 template <DType kType>
 __device__ inline void load_affine(const void* data, DType dtype, int64_t c, int count,
                                    float absent, float (&values)[kPack]) {
@@ -178,9 +179,9 @@ __device__ inline void load_affine(const void* data, DType dtype, int64_t c, int
   }
 }
 
-// One thread's part of a pass over a row. kAffine: the type of weights and biases of rows that are
-// held, whose packs are aligned and whole, of a span at most to each group: all of it is loaded
-// before any is used, and once. kNone: rows are not.
+// One thread's part of a pass over a row. kAffine: rows are held in registers, with weights and
+// biases of this type. Their packs are aligned and whole, and each group has one span at most: all
+// of it is loaded once, before any of it is used. kNone: rows are not held.
 template <class Op, unsigned kLists, DType kType, DType kAffine>
 struct RowPass {
   static constexpr bool kHeld = kAffine != DType::kNone;
@@ -194,7 +195,7 @@ struct RowPass {
   float coef[Op::kCoefs] = {};
   Pack<kPack> held[kMaxImages][kHeld ? kPassPacks : 1] = {};
 
-  // run(slot, c, count) for each pack, c columns behind the first.
+  // run(slot, c, count) for each pack, c columns after the first.
   template <class Run>
   __device__ void for_packs(const Run& run) const {
     for (Column span = 0; span < rest; span += Column(groups) * kPassColumns) {
@@ -231,7 +232,7 @@ struct RowPass {
       if (kImages & bit(i))
         widen(kHeld && (kKnown & bit(i)) ? held[i][slot] : load(i, c, count), kType, x[i]);
   }
-  // run(each) of the values at each column.
+  // run(k, each) for the values at each column.
   template <class Run>
   __device__ static void for_columns(float (&x)[kMaxImages][kPack], const Run& run) {
 #pragma unroll
@@ -244,7 +245,7 @@ struct RowPass {
       for (int i = 0; i < kMaxImages; ++i) x[i][k] = each[i];
     }
   }
-  // As they are read again.
+  // Stores images; x ends as it would be read again.
   template <unsigned kImages>
   __device__ void store_images(int slot, Column c, int count, float (&x)[kMaxImages][kPack]) {
 #pragma unroll
@@ -265,7 +266,7 @@ struct RowPass {
     constexpr bool kFits = kType != DType::kFloat16 || count_lists(kRead) < 3;
     constexpr unsigned kNow = kFits ? kRead : kKnown;
     if (kHeld) hold<(kNow & ~kKnown)>();
-    // (What it loads is on the way together with the row.)
+    // (Its loads are in flight together with the row.)
     if (kStage == 0 && exists) Op::template begin<kLists>(args, row, coef);
     if constexpr (kStage < Op::kStages) {
       float value[kPack][Op::kSums] = {};
@@ -283,7 +284,7 @@ struct RowPass {
       });
       float sums[Op::kSums];
       sum_groups(value, sums);
-      if (exists) Op::template settle<kStage>(args, row, sums, coef);
+      if (exists) Op::template finish_stage<kStage>(args, row, sums, coef);
       run<kStage + 1, (kKnown | kRead | kWritten)>();
     } else {
       for_packs([&](int slot, Column c, int count) {
@@ -310,7 +311,7 @@ struct RowPass {
       }
     }
     __shared__ float of_groups[kRowGroups][Op::kSums];
-    const int place = threadIdx.x / kGroupThreads;
+    const int block_group = threadIdx.x / kGroupThreads;
 #pragma unroll
     for (int i = 0; i < Op::kSums; ++i) {
       float lanes[kPack];
@@ -326,7 +327,7 @@ struct RowPass {
     if (groups == 1) return;
     __syncthreads();
     if (thread == 0) {
-      for (int i = 0; i < Op::kSums; ++i) of_groups[place][i] = sums[i];
+      for (int i = 0; i < Op::kSums; ++i) of_groups[block_group][i] = sums[i];
     }
     __syncthreads();
     const int64_t spans = ceil_div(args.image.channels, kPassColumns);
@@ -335,17 +336,17 @@ struct RowPass {
       for (int offset = kRowGroups / 2; offset > 0; offset /= 2) {
         for (int g = 0; g < offset && g + offset < count; ++g)
           for (int i = 0; i < Op::kSums; ++i)
-            of_groups[place + g][i] += of_groups[place + g + offset][i];
+            of_groups[block_group + g][i] += of_groups[block_group + g + offset][i];
         count = count < offset ? count : offset;
       }
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < Op::kSums; ++i) sums[i] = of_groups[place - group][i];
+    for (int i = 0; i < Op::kSums; ++i) sums[i] = of_groups[block_group - group][i];
   }
 };
 
-// Blocks of a multiprocessor: as many as keep enough of what is held in flight.
+// Blocks of a multiprocessor: enough to keep sufficient loads in flight.
 template <class Op, unsigned kLists>
 constexpr int kPassBlocks = count_lists(Op::reads(kLists, 0)) == 1 ? 3 : 2;
 
@@ -353,17 +354,21 @@ template <class Op, unsigned kLists, DType kType, DType kAffine>
 __global__ void __launch_bounds__(kLanes, (kPassBlocks<Op, kLists>))
     row_pass_kernel(NnArgs args, int groups, bool aligned) {
   assume_type<kType>(args);
-  const int place = threadIdx.x / kGroupThreads;
-  const int64_t row = blockIdx.x * int64_t(kRowGroups / groups) + place / groups;
-  RowPass<Op, kLists, kType, kAffine> pass{
-      args,   row, place % groups, groups, int(threadIdx.x % kGroupThreads), row < args.image.rows,
-      aligned};
+  const int block_group = threadIdx.x / kGroupThreads;
+  const int64_t row = blockIdx.x * int64_t(kRowGroups / groups) + block_group / groups;
+  RowPass<Op, kLists, kType, kAffine> pass{args,
+                                           row,
+                                           block_group % groups,
+                                           groups,
+                                           int(threadIdx.x % kGroupThreads),
+                                           row < args.image.rows,
+                                           aligned};
   pass.run();
 }
 
 // ---- launches ----
 
-// Groups of a row whose spans have so many columns, a power of two.
+// The groups of a row whose spans have `span_columns` columns: a power of two.
 inline int groups_of(const ImageRows& image, int span_columns) {
   int groups = 1;
   while (groups < kRowGroups && groups * int64_t(span_columns) < image.channels) groups *= 2;

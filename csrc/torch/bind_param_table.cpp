@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace ampfuse {
 namespace {
 
-// What Python calls ParamTable: the rows, and what works on them.
+// Python's ParamTable: the rows, and the classes that work on them.
 struct Bound : ParamTable {
   using ParamTable::ParamTable;
   Masters masters{*this};
@@ -57,23 +57,24 @@ With "none" the table keeps gradients only, for an optimizer that steps by itsel
            py::arg("whole") = py::none(), py::arg("origin") = 0, py::arg("algorithm") = py::none(),
            R"(Appends a row and returns its index.
 
-`model` is the half weight beside the FP32 master `param`, or beside the remainder of a split one,
-int16; `model_version` the version of it that the master has followed; `at_random`: a BF16 parameter
+`model` is the half weight of the FP32 master `param`, or of the remainder of a split one, int16;
+`model_version` the version of it that the master has followed; `at_random`: a BF16 parameter
 is rounded stochastically; `whole`: the DTensor whose local tensor `model` is, or without it
-`param`, from its element `origin` on; `algorithm`: of the row, if not the table's. RuntimeError or TypeError, naming the row, for tensors that
-the kernels cannot walk.)")
+`param`, from its element `origin` on; `algorithm`: the row's, if not the table's. RuntimeError or
+TypeError, naming the row, for tensors that the kernels cannot walk.)")
       .def(
           "remember", &Bound::remember, py::arg("groups") = py::none(),
           py::arg("states") = py::none(),
           R"(Rows are what an optimizer's ``param_groups`` hold, now; and `set_states` was called with
 what its ``state`` holds.)")
-      .def("holds", &Bound::holds, py::arg("groups") = py::none(), py::arg("states") = py::none(),
-           "Whether they hold the same still, and each DTensor its local tensor.")
+      .def("matches", &Bound::matches, py::arg("groups") = py::none(),
+           py::arg("states") = py::none(),
+           "Whether they still hold the same, and each DTensor its local tensor.")
       .def("__len__", [](Bound& table) { return table.rows().size(); })
       .def(
           "param", [](Bound& table, int64_t row) { return table.rows().at(row).param; },
           py::arg("row"), "What the row's step works on.")
-      .def("model", model, py::arg("row"), "The half weight beside a master.")
+      .def("model", model, py::arg("row"), "The half weight of a master.")
       .def(
           "name", [](Bound& table, int64_t row) { return table.rows().at(row).name; },
           py::arg("row"), "What messages call it.")
@@ -81,8 +82,9 @@ what its ``state`` holds.)")
            py::arg("storage") = "fp32", py::arg("average") = py::none(),
            R"(The row's states in the kernel's order, at most three, in a storage type of `schema`.
 
-Of each the tensors of that type: elements laid out as the parameter and, where the type has blocks,
-their float32 scales. None: the row has no states yet, and `collect` says so when it has a gradient.
+Each has the tensors of that type: elements laid out as the parameter and, if the type has blocks,
+their float32 scales. None: the row has no states yet, and `collect` reports it once it has a
+gradient.
 `average` (float32): the moving average of the parameter.)")
       .def("steps", &Bound::steps,
            "The step counts: float32, shape (rows,), on the device; rows' counts are views of it.")
@@ -95,17 +97,16 @@ their float32 scales. None: the row has no states yet, and `collect` says so whe
 
 `lr_tensor` (float32) replaces lr. `on_device` (float64, one element each) replaces both: a step
 reads what these hold when it runs. ValueError: another name.)")
-      .def(
-          "set_scratch", &Bound::set_scratch, py::arg("scratch"),
-          R"(Of rows the memory that stages of a step hand on to each other, in the parameter's layout.
+      .def("set_scratch", &Bound::set_scratch, py::arg("scratch"),
+           R"(Memory of rows that the stages of a step pass on, in the parameter's layout.
 
-Of any floating type; the caller keeps it alive. ValueError: the algorithm has none.)")
+It has any floating type; the caller keeps it alive. ValueError: the algorithm has none.)")
       .def("fingerprint", fingerprint,
            R"(Three int64 a row, to be compared with earlier ones.
 
 The addresses of parameter and model weight (0 for none), and whether the weight, or else the
 parameter, requires a gradient.)")
-      .def_readonly("masters", &Bound::masters, "FP32 masters and the half weights beside them.")
+      .def_readonly("masters", &Bound::masters, "FP32 masters and their half weights.")
       .def_readonly("inspector", &Bound::inspector, "What inspections found.")
       .def_readonly("gradients", &Bound::gradients, "Gradients between two steps.")
       .def_readonly("plan", &Bound::plan, "One step.");
@@ -117,9 +118,9 @@ void bind_masters(py::module_& m) {
       .def("accept_model_weights", &Masters::accept_model_weights,
            "The model weights are what the masters round to, now.")
       .def("refresh", py::overload_cast<bool>(&Masters::refresh), py::arg("all") = false,
-           R"(Masters take the elements that somebody edited in the model since our last write.
+           R"(Masters take the elements that were edited in the model since our last write.
 
-An edit is seen by the weight's version and memory; `all` looks for it in every weight.)")
+An edit is detected by the weight's version and memory; `all` looks for it in every weight.)")
       .def("publish", &Masters::publish, "Model weights = masters, rounded.");
 }
 
@@ -128,7 +129,7 @@ void bind_inspector(py::module_& m) {
       .def("state_field", &Inspector::state_field, py::arg("name"),
            "A 0-dim view of a field of the step's state on the device; ValueError: no such field.")
       .def("set_gather", set_gather, py::arg("gather"), py::arg("counted_elsewhere"),
-           R"(Have steps be decided with other ranks: `gather` returns what all call it with.
+           R"(Decide steps together with other ranks: `gather` returns what all call it with.
 
 It is called with bytes, uint8 on the device, after each inspection that counts, and before an
 update that needs norms of rows. `counted_elsewhere`, bool [rows]: rows that another rank has alike,
@@ -146,25 +147,25 @@ void bind_gradients(py::module_& m) {
            py::arg("delay") = false,
            R"(Take in a pass whose gradients carry `scale`; with `check`, inspect it.
 
-With `delay` what it finds is the next pass's verdict too. Returns whether it left a gradient, or
-the delayed one before it did.)")
+With `delay` the next pass reports its overflow too. Returns whether it left a gradient, or the
+delayed one before it did.)")
       .def_property_readonly("is_delayed", &GradientLedger::is_delayed,
-                             "Whether the last pass left its verdict to the next one.")
+                             "Whether the next pass reports the overflow of the last one.")
       .def(
           "accumulated", &GradientLedger::accumulated, py::arg("row"), py::arg("make") = false,
           R"(In a backward pass: what earlier ones left, float32 and unscaled, to be edited in place.
 
-Who edits it says by ``found_inf`` whether it is finite. None where they left nothing; zeros then
+Code that edits it reports by ``found_inf`` whether it is finite. None if they left nothing, or zeros
 with `make`.)")
       .def("has_new", &GradientLedger::has_new,
-           "Whether a gradient came from outside a pass, as from somebody's own backward.")
+           "Whether a gradient came from outside a pass, as from a backward() of the user's.")
       .def("cancel_backward", &GradientLedger::cancel_backward, "Drop what a failed pass left.")
       .def("materialize", &GradientLedger::materialize, py::arg("all") = false,
            R"(Put FP32 unscaled gradients into the ``.grad`` of masters and their weights.
 
-Of those that carry a scale, or `all`.)")
+Only those that carry a scale, or `all`.)")
       .def("look", &GradientLedger::look, py::arg("param"),
-           "Somebody is about to read the ``.grad`` of a master or of its weight.")
+           "The ``.grad`` of a master or of its weight is about to be read.")
       .def("assign", &GradientLedger::assign, py::arg("param"), py::arg("value"),
            R"(``param.grad = value``, of a master or of its weight: what the step uses, unscaled.
 
@@ -200,7 +201,7 @@ rows are updated. Neither is called where the CPU skips; True then.)")
            "Decide without an update, for an optimizer that steps by itself.")
       .def_readonly("knew_norm", &StepPlan::knew_norm,
                     "Whether the last decision knew the norm of its gradients.")
-      .def("finish_step", &StepPlan::finish_step, "The gradients are spent.")
+      .def("finish_step", &StepPlan::finish_step, "The gradients are consumed.")
       .def("mark_stepped", &StepPlan::mark_stepped,
            R"(A captured graph has stepped the rows.
 

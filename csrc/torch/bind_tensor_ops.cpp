@@ -30,7 +30,7 @@ Sets found_inf where one of these values is not finite.)");
         "The other way: `model` is written too. Tensors of one master are laid out alike.");
   m.def("decode_state", decode_state, py::arg("algorithm"), py::arg("state"), py::arg("storage"),
         py::arg("lists"), py::arg("out"),
-        "out (float32) = the state, by its place, that codes and scales of `storage` hold.");
+        "out (float32) = the state, by its place, from quantized values and scales of `storage`.");
   m.def("encode_state", encode_state, py::arg("algorithm"), py::arg("state"), py::arg("value"),
         py::arg("storage"), py::arg("lists"), "The other way; rounds.");
   m.def(

@@ -21,23 +21,23 @@ GradientLedger::GradientLedger(ParamTable& table, Inspector& inspector)
 
 const at::Tensor& GradientLedger::gradient(const Row& row) const {
   const at::Tensor& grad = row.gradient();
-  // DistributedDataParallel makes its buckets anew after the first pass, and puts views of them, in
-  // the weights' types, in the places of gradients. The master's is still exact.
+  // DistributedDataParallel rebuilds its buckets after the first pass, and replaces gradients with
+  // views of them, in the weights' types. The master's gradient is still exact.
   const bool was_rounded = row.grad_state == Grad::kShown && grad.defined() && !is_float(grad);
   return was_rounded ? row.param.mutable_grad() : grad;
 }
 
-const at::Tensor& GradientLedger::settled(Row& row) {
+const at::Tensor& GradientLedger::synced_gradient(Row& row) {
   const at::Tensor& grad = gradient(row);
   if (!grad.defined() && row.grad_state == Grad::kScaled) row.accumulated.reset();
   if (!grad.defined() && row.grad_state != Grad::kStashed) row.grad_state = Grad::kTrue;
   return grad;
 }
 
-// In the parameter's layout; throws where no kernel can read it.
+// The gradient in the parameter's layout; throws if no kernel can read it.
 const at::Tensor& GradientLedger::checked(Row& row) {
   row.copied_grad.reset();
-  const at::Tensor& grad = settled(row);
+  const at::Tensor& grad = synced_gradient(row);
   return grad.defined() ? row.checked(grad, table_.device) : grad;
 }
 
@@ -46,13 +46,13 @@ void GradientLedger::check() {
   for (Row& row : table_.rows()) checked(row);
 }
 
-// Whether what a row with a master has goes to its sum: with `all` what no step has used, else what
-// carries the scale.
+// Whether the gradient of a row with a master is added to its sum: with `all` if no step has used
+// it, else if it carries the scale.
 static bool is_added(const Row& row, bool all) {
   return row.model.defined() && (all ? !row.is_used() : row.carries_scale());
 }
 
-// ... as a pass begins, or as somebody looks. What is added is checked already.
+// Adds these when a pass begins or a gradient is read. They are checked already.
 void GradientLedger::add_up(bool begins, bool all) {
   const at::Tensor none;
   std::vector<Row>& rows = table_.rows();
@@ -87,7 +87,7 @@ void GradientLedger::add_up(bool begins, bool all) {
   inspector_.knows_norm = any_scaled_ = false;
 }
 
-// What was put away is .grad again.
+// Puts the stashed gradient back into .grad.
 void GradientLedger::restore(Row& row) {
   at::Tensor& grad = grad_of(row);
   grad = std::move(row.accumulated);
@@ -151,13 +151,13 @@ bool GradientLedger::end_backward(const at::Tensor& scale, bool check, bool dela
     } else if (row.has_grad && check) {
       table_.set_gradient(i, grad, true, none, none);
     } else {
-      // Nobody may have looked at what this pass leaves as it was. By the next all are inspected.
+      // The sum that this pass leaves unchanged may not be inspected yet. After this, all are.
       const bool looks = check && !has_model && !row.inspected.is_unchanged(earlier);
       table_.set_gradient(i, none, false, looks ? earlier : none, none);
     }
   }
-  // Also when the pass left no gradient: the loss scale asks for its verdict.
-  // An overflow that an earlier pass was told of is not this one's.
+  // Inspects also when the pass left no gradient: the loss scale needs its found_inf. An overflow
+  // that an earlier pass reported is not counted again.
   if (any) {
     Inspection inspection;
     inspection.record = check;
@@ -202,7 +202,7 @@ bool GradientLedger::has_new() {
   const LocalGradients local(table_);
   bool found = !had_pass_;
   for (Row& row : table_.rows()) {
-    const at::Tensor& grad = settled(row);
+    const at::Tensor& grad = synced_gradient(row);
     if (!row.model.defined() || !grad.defined()) continue;
     found |= row.grad_state == Grad::kTrue ||
              (row.grad_state == Grad::kScaled && version_of(grad) != row.taken_version);
@@ -277,7 +277,7 @@ void GradientLedger::assign(const at::Tensor& param, const std::optional<at::Ten
   const bool shows = has_master && is_float(grad) && !runs;
   grad_of(*row) = grad;
   if (has_master) row->param.mutable_grad() = shows ? grad : at::Tensor();
-  if (runs) return;  // of this pass, as what autograd leaves
+  if (runs) return;  // it belongs to this pass, like what autograd leaves
   row->accumulated.reset();
   row->grad_state = shows ? Grad::kShown : Grad::kTrue;
 }
@@ -301,7 +301,7 @@ void GradientLedger::zero_grad(bool set_to_none) {
   go_idle();
 }
 
-void GradientLedger::spend(bool stepped) {
+void GradientLedger::consume(bool stepped) {
   std::vector<Row>& rows = table_.rows();
   for (size_t i = 0; i < rows.size(); ++i) {
     prefetch_versions(rows, i);

@@ -11,14 +11,13 @@
 //   kUsedScaled  kStashed  kScaled  -       -       kTrue  -            kTrue
 //
 // A row without a master is kTrue outside of a pass: the end unscales its gradient in place.
-//   - begin adds what is there, unscaled, to `accumulated`, but for what a step has used.
-//   - end, where no pass began: a GradScaler unscales what autograd left.
-//   - read: somebody looks at .grad of a weight or of its master. That of a master, in kTrue,
-//   becomes
-//     kShown as well; after an end that of a DTensor, which tells nobody, is kTrue.
-//   - write: somebody sets .grad of either. That is the gradient then, in true values, and kShown
-//     where it is FP32.
-// Every check, and what takes memory, comes before the first change.
+//   - begin adds the present gradient, unscaled, to `accumulated`, unless a step has used it.
+//   - end without a begin: a GradScaler unscales what autograd left.
+//   - read: .grad of a weight or of its master is read. A master in kTrue becomes kShown as well;
+//     after an end a DTensor, whose reads are not seen, is kTrue.
+//   - write: .grad of either is set. It is the gradient then, in true values, and kShown if it is
+//     FP32.
+// Every check, and every allocation, comes before the first change.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,21 +43,21 @@ class GradientLedger {
   void materialize(bool all);
   void zero_grad(bool set_to_none);
 
-  // A row's gradient now; beside it there is what earlier passes left in `accumulated`.
+  // A row's gradient now, without what earlier passes left in `accumulated`.
   const at::Tensor& gradient(const Row& row) const;
-  // ... where somebody may have dropped it unseen.
-  const at::Tensor& settled(Row& row);
-  // Whether some gradient of a master came from outside a pass, or since it ended.
+  // The same, after updating the row's state if the gradient was dropped unseen.
+  const at::Tensor& synced_gradient(Row& row);
+  // Whether the gradient of some master came from outside a pass, or since it ended.
   bool has_new();
   const at::Tensor& scale() const { return scale_; }  // of gradients in kScaled
-  // Since the last step there was a pass.
+  // Whether there was a pass since the last step.
   bool had_pass() const { return had_pass_; }
-  // Its verdict is left to the next one.
+  // Whether the next pass decides about its overflow.
   bool is_delayed() const { return delayed_; }
-  // Somebody edited what earlier passes left beside a master, which no inspection has seen.
+  // Whether the sum of earlier passes of some master was edited, which no inspection has seen.
   bool has_edited_sums() const { return edited_sums_; }
-  // A step is over. `stepped`: the rows that have a gradient were, by an update of ours.
-  void spend(bool stepped);
+  // Ends a step. `stepped`: an update of ours stepped the rows that have a gradient.
+  void consume(bool stepped);
 
  private:
   const at::Tensor& checked(Row& row);
@@ -69,9 +68,9 @@ class GradientLedger {
   ParamTable& table_;
   Inspector& inspector_;
   at::Tensor scale_;
-  bool any_scaled_ = false;  // some row may be
+  bool any_scaled_ = false;  // some row may be in kScaled
   bool had_pass_ = false;
-  bool stepped_ = false;  // nothing has come since the last step
+  bool stepped_ = false;  // no pass or gradient since the last step
   bool delayed_ = false;
   bool knows_earlier_ = true;  // every gradient that the running pass found was inspected
   bool edited_sums_ = false;

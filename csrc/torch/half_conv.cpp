@@ -1,13 +1,13 @@
-// A convolution of channels-last images is a product of matrices: of what each output pixel sees of
-// x, (batch x height x width) rows by (kernel x channels), and of the weight. oneDNN's convolution
-// first brings the weight into an order of its own, and later its gradient back; over few rows that
-// takes as long as the product and longer. Where the product was faster it stands in (cases
+// A convolution of channels-last images is a product of two matrices: the patch of x under each
+// output pixel, (batch x height x width) rows by (kernel x channels), and the weight. oneDNN's
+// convolution first reorders the weight, and later its gradient back; over few rows that takes as
+// long as the product and longer. The product is used where it was measured to be faster (cases
 // "conv-..." of benchmarks/layers.py). Both add in FP32 and round once.
 //
-// The gradient of x is such a product where no two output pixels see the same of x. Else several
-// would be rounded before they are added, and torch computes it.
+// The gradient of x is such a product if patches do not overlap. Else several values would be
+// rounded before they are added, and torch computes it.
 //
-// (In FP32 torch's convolution is the faster one.)
+// (In FP32 torch's convolution is faster.)
 
 #include "half_conv.h"
 
@@ -114,7 +114,7 @@ class Product {
   Product(const Tensor& x, const Tensor& weight, Side h, Side w)
       : x_(x), weight_(weight), h_(h), w_(w) {}
 
-  // Of the results, as of torch's.
+  // The strides of the results, as torch has them.
   at::MemoryFormat format() const {
     return x_.suggest_memory_format() == kChannelsLast ||
                    weight_.suggest_memory_format() == kChannelsLast

@@ -96,7 +96,7 @@ void Inspector::share(bool found, at::Tensor norms, int64_t largest_column) {
   if (counted_elsewhere_.defined() && norms.defined()) norms.masked_fill_(counted_elsewhere_, 0);
   const int64_t rows = table_.row_count();
   at::Tensor mine = state_;
-  Findings findings;
+  RankResults findings;
   findings.stride = state_.numel();
   if (norms.defined()) {
     const at::Tensor bytes = norms.view(-1).view(at::kByte);

@@ -1,5 +1,5 @@
-// Looks at the gradients that the rows' lists point to: are they finite, and how large? Where rows
-// are shards, all ranks of the group find the same.
+// Inspects the gradients that the rows' lists point to: whether they are finite, and how large. If
+// rows are shards, all ranks of the group find the same.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@
 namespace ampfuse {
 
 struct Inspection {
-  bool record = false;          // the step state hears of it
+  bool record = false;          // add it to the step state
   bool same_pass = false;       // as the inspection before
   bool fresh = false;           // of the gradients of this pass alone
   float* kept_scale = nullptr;  // receives the scale
@@ -23,7 +23,7 @@ struct Inspection {
 class Inspector {
  public:
   using Gather = std::function<at::Tensor(const at::Tensor&)>;
-  // What is kept of each row.
+  // What is kept for each row.
   enum Column { kGradNorm, kGradLargest, kParamNorm, kColumns };
 
   // Whether the norm is of all gradients that there are, and whether norms of rows are kept.
@@ -42,9 +42,10 @@ class Inspector {
 
   // The core's inspect.
   void inspect(const at::Tensor& scale, const Inspection& inspection);
-  // Makes what this rank found, or its norms of parameters, what all did; nothing without a group.
+  // Merges what this rank found, or its norms of parameters, with all ranks; nothing without a
+  // group.
   void share_row_norms(bool found, bool of_params);
-  // ... and what LAMB measured: L2 norms [kMeasures, rows].
+  // Merges what LAMB measured: L2 norms [kMeasures, rows].
   void share_measures(float* norms);
 
  private:

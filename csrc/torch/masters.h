@@ -1,4 +1,4 @@
-// FP32 masters and the half-precision model weights beside them.
+// FP32 masters and their half-precision model weights.
 #pragma once
 
 #include <vector>

@@ -11,12 +11,12 @@
 namespace ampfuse {
 namespace {
 
-// Less would mostly be the rims around the huge pages inside.
+// Less memory than this would mostly be the rims around the huge pages inside.
 constexpr size_t kLarge = size_t(4) << 20;
 constexpr uintptr_t kPage = 4096;
 
-// Says so for memory that nobody has touched; a kernel that has no huge pages, or gives them to
-// everybody, ignores it.
+// For memory that is not touched yet. A kernel without huge pages, or one that always gives them,
+// ignores it.
 void ask_for_huge_pages(void* data, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const auto begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;

@@ -51,7 +51,7 @@ uint64_t version_of_dict(const PyObject* dict) {
 uint64_t version_of_dict(const PyObject*) { return 0; }
 #endif
 
-// Asked of the interpreter that runs, not believed: a change that no version tells would be lost.
+// Checked in the running interpreter: a change without a new version would be missed.
 bool counts_versions() {
   py::dict probe;
   uint64_t version = version_of_dict(probe.ptr());

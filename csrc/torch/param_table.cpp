@@ -53,9 +53,8 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
     TORCH_CHECK(is_laid_out_as(*model, param), row.name,
                 ": master and model weight differ, in shapes ", param.sizes(), " and ",
                 model->sizes(), " or in strides ", param.strides(), " and ", model->strides());
-    TORCH_CHECK_TYPE(
-        !row.is_split || element_size(dtype_of(*model)) == 2, row.name,
-        ": the remainder of a split master stands beside a weight of float16 or bfloat16");
+    TORCH_CHECK_TYPE(!row.is_split || element_size(dtype_of(*model)) == 2, row.name,
+                     ": the remainder of a split master needs a weight of float16 or bfloat16");
     row.model = *model;
     row.model_version = model_version;
     row.model_data = model->data_ptr();
@@ -108,7 +107,7 @@ void ParamTable::remember(pybind11::handle groups, pybind11::handle states) {
   if (!states.is_none()) containers_.remember_states(states);
 }
 
-bool ParamTable::holds(pybind11::handle groups, pybind11::handle states) {
+bool ParamTable::matches(pybind11::handle groups, pybind11::handle states) {
   if (!groups.is_none() && !containers_.have_params(groups)) return false;
   if (!groups.is_none() && has_shards && !have_their_shards(rows_)) return false;
   return states.is_none() || containers_.have_states(states);
@@ -120,7 +119,7 @@ void ParamTable::set_states(int64_t index, const std::optional<States>& states,
   const StorageInfo& stored = storage_of(storage);
   const size_t count = states ? states->size() : 0;
   TORCH_CHECK_VALUE(count <= kMaxStates, "a row has at most three states");
-  TORCH_CHECK(stored.block == 0 || info(row.algorithm).packable, info(row.algorithm).name,
+  TORCH_CHECK(stored.block == 0 || info(row.algorithm).quantizable, info(row.algorithm).name,
               " keeps no states in ", storage);
   const auto check = [&](const at::Tensor& tensor, const auto&... what) {
     TORCH_CHECK(is_laid_out_as(tensor, row.param) && tensor.device() == device, what..., " of ",
@@ -245,15 +244,15 @@ void ParamTable::follow_layout(int64_t index) {
   if (row.whole.defined()) return;
   for (const at::Tensor* tensor : {&row.param, &row.average, &row.accumulated})
     lay_out_as(row.leaf(), *tensor);
-  // Blocks of codes are of neighbours in memory.
+  // Blocks of quantized values are neighbours in memory.
   for (const at::Tensor& state : row.states) {
     if (row.storage->block == 0) lay_out_as(row.leaf(), state);
   }
 }
 
-static std::array<const void*, Row::kPlaces> places_of(const Row& row) {
-  std::array<const void*, Row::kPlaces> found = {row.leaf().data_ptr(), base_of(row.param),
-                                                 base_of(row.average)};
+static std::array<const void*, Row::kTrackedPointers> tracked_pointers_of(const Row& row) {
+  std::array<const void*, Row::kTrackedPointers> found = {row.leaf().data_ptr(), base_of(row.param),
+                                                          base_of(row.average)};
   for (int state = 0; state < kMaxStates; ++state) {
     found[3 + state] = base_of(row.states[state]);
     found[3 + kMaxStates + state] = base_of(row.scales[state]);
@@ -265,7 +264,7 @@ static std::array<const void*, Row::kPlaces> places_of(const Row& row) {
 // tensor.
 void ParamTable::follow_storage(int64_t index) {
   Row& row = rows_[index];
-  if (places_of(row) == row.memory) return;
+  if (tracked_pointers_of(row) == row.memory) return;
   follow_layout(index);
   const auto fits_param = [&](const at::Tensor& tensor) {
     return !tensor.defined() || (tensor.device() == device && is_laid_out_as(tensor, row.param));
@@ -294,7 +293,7 @@ void ParamTable::follow_storage(int64_t index) {
   }
   set(kAverage, index, row.average);
   row.is_contiguous = row.param.is_contiguous();
-  row.memory = places_of(row);
+  row.memory = tracked_pointers_of(row);
 }
 
 void ParamTable::set_gradient(int64_t row, const at::Tensor& grad, bool scaled,

@@ -1,4 +1,4 @@
-// One parameter with everything that belongs to it. A step asks these functions of every row, so
+// One parameter with everything that belongs to it. A step calls these functions for every row, so
 // they are inline.
 #pragma once
 
@@ -16,17 +16,17 @@
 
 namespace ampfuse {
 
-// What a row's gradient is; gradient_ledger.h has what changes it.
+// The state of a row's gradient; gradient_ledger.h has what changes it.
 enum class Grad : uint8_t {
-  kTrue,     // leaf.grad is what autograd, or somebody, left there: no loss scale of ours is in it
-  kShown,    // leaf.grad and, in FP32, the master's are one tensor, in true values
-  kScaled,   // leaf.grad carries the ledger's scale; `accumulated` has what came before it
-  kStashed,  // a pass runs: leaf.grad is of that pass alone, `accumulated` what came before it
-  kUsed,     // of a row with a master: as a step has left it. The next pass drops it
-  kUsedScaled,  // ... where it carries the scale
+  kTrue,        // leaf.grad is what autograd or the user left there, without a loss scale of ours
+  kShown,       // leaf.grad and, in FP32, the master's are one tensor, in true values
+  kScaled,      // leaf.grad carries the ledger's scale; `accumulated` has what came before it
+  kStashed,     // a pass runs: leaf.grad is of that pass alone, `accumulated` what came before it
+  kUsed,        // a step has used it, in a row with a master. The next pass drops it
+  kUsedScaled,  // the same, and it carries the scale
 };
 
-// Tells whether a gradient is still the tensor that we last saw, and holds what it held. The weak
+// Tells whether a gradient is still the tensor that we last saw, with the same contents. The weak
 // reference keeps a freed gradient's successor from looking like it.
 struct Contents {
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> impl;
@@ -45,9 +45,9 @@ struct Contents {
 };
 
 struct Row {
-  // Of a split master `param` is the remainder, int16. Scales are those of quantized states.
+  // The `param` of a split master is the remainder, int16. Scales belong to quantized states.
   at::Tensor param, model;
-  // The DTensor that leaf() is the local shard of, if it is one, and what stands for it in Python.
+  // The DTensor that leaf() is the local shard of, if it is one, and its Python object.
   at::Tensor whole;
   pybind11::object whole_object, gradient_spec;
   at::Tensor states[kMaxStates], scales[kMaxStates], average;
@@ -55,15 +55,15 @@ struct Row {
   const StorageInfo* storage = &storages().front();
   at::Tensor accumulated;
   at::Tensor copied_grad;  // the gradient in the parameter's layout, if it has another
-  std::vector<at::Tensor> hyper_tensors;  // whose values the hyper-parameters point to
+  std::vector<at::Tensor> hyper_tensors;  // their values are what the hyper-parameters point to
   std::string name;
   int64_t numel = 0;  // of the parameter when the row was made
-  // What the model weight was when the master last matched it.
+  // The model weight when the master last matched it.
   int64_t model_version = 0;
   const void* model_data = nullptr;
   // Where leaf, param, average, states and scales were: ParamTable::follow_storage().
-  static constexpr size_t kPlaces = 3 + 2 * kMaxStates;
-  std::array<const void*, kPlaces> memory = {};
+  static constexpr size_t kTrackedPointers = 3 + 2 * kMaxStates;
+  std::array<const void*, kTrackedPointers> memory = {};
   bool has_states = false;
   bool has_grad = false;  // the current pass reads one
   Grad grad_state = Grad::kTrue;
@@ -81,7 +81,8 @@ struct Row {
     return grad_state == Grad::kScaled || grad_state == Grad::kUsedScaled;
   }
   bool is_used() const { return grad_state == Grad::kUsed || grad_state == Grad::kUsedScaled; }
-  // By somebody else, since the master last matched it. A split master has followed by itself.
+  // Whether the model weight was edited since the master last matched it. A split master follows by
+  // itself.
   bool was_edited() const {
     return model.defined() && !is_split &&
            (version_of(model) != model_version || model.data_ptr() != model_data);
@@ -92,21 +93,22 @@ struct Row {
     model_data = model.data_ptr();
   }
   void mark_stepped() {
-    // What autograd may have saved; states have no graph.
+    // Autograd may have saved these; states have no graph.
     bump_version(param);
     if (!model.defined()) return;
     bump_version(model);
     model_version = version_of(model);
   }
   const at::Tensor& leaf() const { return model.defined() ? model : param; }
-  // What a step reads. Between collect() and the end of a step that of a DTensor is its own local
-  // tensor: to own it for that time would count references of Python objects, twice for each row.
+  // The gradient that a step reads. Between collect() and the end of a step, a DTensor's gradient
+  // is its own local tensor: owning it would count references of Python objects, twice for each
+  // row.
   const at::Tensor* borrowed = nullptr;
   const at::Tensor& gradient() const { return borrowed ? *borrowed : leaf().mutable_grad(); }
-  // Of a whole parameter; a DTensor's gets a DTensor around it.
+  // Sets the gradient of a whole parameter; a DTensor's is wrapped in a DTensor.
   void set_gradient(const at::Tensor& gradient);
-  // `grad`, or a copy in the parameter's layout, which `copied_grad` keeps. Throws, and names the
-  // row, where no kernel on `device` can read it.
+  // `grad`, or a copy in the parameter's layout, which `copied_grad` keeps. Throws an error that
+  // names the row if no kernel on `device` can read it.
   const at::Tensor& checked(const at::Tensor& grad, at::Device device);
 };
 
@@ -116,9 +118,9 @@ inline const void* base_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get();
 }
 
-// A row's tensors are a dozen cache lines behind three pointers in a row. Fetching them some rows
-// ahead of row i, a pointer further each time, halves the time of a scan over thousands of rows:
-// of one that looks at all tensors, and of one that looks at versions and gradients.
+// A row's tensors are a dozen cache lines after three pointers in a row. Fetching them some rows
+// ahead of row i, a pointer further each time, halves the time of a scan over thousands of rows.
+// One function is for scans of all tensors, the other for scans of versions and gradients.
 void prefetch_row(const std::vector<Row>& rows, int64_t i);
 void prefetch_versions(const std::vector<Row>& rows, int64_t i);
 

@@ -47,7 +47,7 @@ py::dict described(const AlgorithmInfo& info) {
   for (size_t i = 0; i < info.states.size(); ++i)
     is_unsigned.append(bool(info.unsigned_states & bit(kState0 + int(i))));
   for (const StorageInfo& storage : storages()) {
-    if (info.packable || storage.block == 0) storages_.append(storage.name);
+    if (info.quantizable || storage.block == 0) storages_.append(storage.name);
   }
   py::dict found;
   found["states"] = info.states;
@@ -73,7 +73,7 @@ py::dict described(const StorageInfo& info) {
   return found;
 }
 
-// What a metered step counts of each row before the exponents, in the order of `MeterCount`.
+// The counts of a metered step for each row before the exponents, in the order of `MeterCount`.
 constexpr const char* kMeterCountNames[] = {"elements", "changed", "stale", "zero", "subnormal"};
 static_assert(std::size(kMeterCountNames) == kExponents);
 

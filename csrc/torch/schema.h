@@ -1,4 +1,4 @@
-// What the core says of its algorithms and storage types, by the names that Python uses.
+// The core's description of its algorithms and storage types, by the names that Python uses.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,10 +10,10 @@
 
 namespace ampfuse {
 
-// All of it, for python/ampfuse/_schema.py.
+// The whole schema, for python/ampfuse/_schema.py.
 pybind11::dict schema();
 
-// A ValueError for a name that does not exist.
+// These raise a ValueError for a name that does not exist.
 Algorithm algorithm_of(const std::string& name);
 const StorageInfo& storage_of(const std::string& name);
 RowHyper hyper_of(Algorithm algorithm, const std::map<std::string, double>& values);

@@ -19,7 +19,7 @@ py::handle dtensor_type() {
   return type;
 }
 
-// A slot of Python's class DTensor. Read where it lies, as a step reads it of every parameter: a
+// A slot of Python's class DTensor, read in place because a step reads it for every parameter: a
 // lookup by name takes ten times as long.
 class Slot {
  public:
@@ -53,9 +53,9 @@ py::object object_of(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
 }
 
-// What stands in Python for a tensor, if something does; for a DTensor, as long as it lives.
-// Counting references to it would take longer than all else that is done here.
-py::handle object_behind(const at::Tensor& tensor) {
+// The Python object of a tensor, if there is one; a DTensor has one as long as it lives. Counting
+// references to it would take longer than everything else that is done here.
+py::handle python_object_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
 }
 
@@ -70,12 +70,12 @@ py::object helper(const char* name) {
   return py::module_::import("ampfuse.optim.sharding").attr(name);
 }
 
-// The gradient of a row's DTensor as Python has it; null without one. One that is placed otherwise
-// than its parameter is redistributed first, which is a collective.
+// The gradient of a row's DTensor as Python has it; null without one. If its placement differs from
+// its parameter's, it is redistributed first, which is a collective.
 py::handle gradient_object(Row& row) {
   const at::Tensor& gradient = row.whole.mutable_grad();
   if (!gradient.defined()) return nullptr;
-  const py::handle object = object_behind(gradient);
+  const py::handle object = python_object_of(gradient);
   TORCH_CHECK_TYPE(is_dtensor(object), "the gradient of ", row.name,
                    " is not a DTensor, but the parameter is. Make it one with the placements of "
                    "the parameter, by "
@@ -89,9 +89,9 @@ py::handle gradient_object(Row& row) {
       const py::object placed = helper("redistributed")(object_of(gradient), whole);
       row.whole.mutable_grad() = tensor_of(placed);
     }
-    row.gradient_spec = py::reinterpret_borrow<py::object>(spec_of(object_behind(gradient)));
+    row.gradient_spec = py::reinterpret_borrow<py::object>(spec_of(python_object_of(gradient)));
   }
-  return object_behind(gradient);
+  return python_object_of(gradient);
 }
 
 }  // namespace
@@ -108,8 +108,8 @@ bool have_their_shards(const std::vector<Row>& rows) {
 
 void borrow_local_gradients(std::vector<Row>& rows) {
   static const at::Tensor none;
-  // Seven pointers in a row lead to what a gradient's shard is, most of them in cold memory: each
-  // scan brings there what the next one begins with.
+  // Seven pointers in a row lead to a gradient's shard, most of them in cold memory: each scan
+  // fetches the memory that the next one begins with.
   const auto scan = [&](const auto& fetch) {
     for (const Row& row : rows) {
       if (!row.whole.defined()) continue;
@@ -121,10 +121,10 @@ void borrow_local_gradients(std::vector<Row>& rows) {
     __builtin_prefetch(gradient.unsafeGetTensorImpl()->pyobj_slot());
   });
   scan([](const at::Tensor& gradient) {
-    __builtin_prefetch(local_slot_of(object_behind(gradient)));
+    __builtin_prefetch(local_slot_of(python_object_of(gradient)));
   });
   scan([](const at::Tensor& gradient) {
-    const py::handle object = object_behind(gradient);
+    const py::handle object = python_object_of(gradient);
     if (is_dtensor(object)) __builtin_prefetch(&tensor_of(local_of(object)));
   });
   for (Row& row : rows) {

@@ -1,5 +1,5 @@
-// Rows that are local shards of parameters spread over processes: torch's DTensor. Autograd knows
-// nothing of a shard, so gradients are carried between the two. `table.has_shards` saves the loops.
+// Rows that are local shards of parameters spread over processes: torch's DTensor. Autograd does
+// not see a shard, so gradients are carried between the two. `table.has_shards` saves the loops.
 #pragma once
 
 #include "param_table.h"

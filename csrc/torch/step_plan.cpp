@@ -14,7 +14,7 @@ std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Te
                                                       pybind11::handle groups,
                                                       pybind11::handle states) {
   collected_at_ = -1;
-  if (!table_.holds(groups, states)) return std::nullopt;
+  if (!table_.matches(groups, states)) return std::nullopt;
   std::vector<Row>& rows = table_.rows();
   if (table_.has_shards) borrow_local_gradients(rows);
   const at::Tensor none;
@@ -29,7 +29,7 @@ std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Te
     Row& row = rows[i];
     table_.follow_storage(i);
     if (row.was_edited()) edited_.push_back(i);
-    const at::Tensor& grad = ledger_.settled(row);
+    const at::Tensor& grad = ledger_.synced_gradient(row);
     row.has_grad = grad.defined();
     TORCH_CHECK(row.grad_state != Grad::kStashed,
                 "step() inside a backward pass of scale_loss; call "
@@ -51,7 +51,7 @@ std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Te
   TORCH_CHECK(!(scale && (any_scaled || ledger_.had_pass())),
               "these gradients carry the loss scale of amp.scale_loss and a GradScaler's as "
               "well; use one of the two");
-  // After scale_loss the step belongs to its scale, also where every gradient is unscaled by now.
+  // After scale_loss the step belongs to its scale, even if every gradient is unscaled by now.
   collected_at_ = table_.changes;
   scale_ = any_scaled || ledger_.had_pass() ? ledger_.scale() : scale.value_or(none);
   return stateless;
@@ -155,7 +155,7 @@ bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
   check_collected();
   const Meter metered = meter ? meter_of(*meter) : Meter();
   Masters(table_).refresh(edited_);
-  // What is undone if `between` throws: the decision, and counts. First stages change nothing else.
+  // If `between` throws, the decision and counts are restored. First stages change nothing else.
   at::Tensor decided, counts;
   if (between) {
     decided = inspector_.state_bytes().clone();
@@ -191,7 +191,7 @@ bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
         backend.update(rows, algorithm, state, meter ? &metered : nullptr, scope.stream());
       });
     };
-    // The host sees a CPU's verdict; a device does that work for nothing where it skips.
+    // On a CPU the host sees the skip decision. A device runs `between` in vain if it skips.
     skipped = !table_.device.is_cuda() && state->skip != 0;
     std::function<void()> finish;
     if (between && !skipped) {
@@ -209,11 +209,11 @@ bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
     if (finish) finish();
     update(true);
   }
-  ledger_.spend(true);
+  ledger_.consume(true);
   return skipped;
 }
 
-void StepPlan::finish_step() { ledger_.spend(false); }
+void StepPlan::finish_step() { ledger_.consume(false); }
 
 void StepPlan::mark_stepped() {
   for (Row& row : table_.rows()) row.mark_stepped();

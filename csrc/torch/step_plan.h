@@ -1,4 +1,4 @@
-// One step: what is inspected, who decides, what is updated. The only place that decides it.
+// One step: what is inspected, how it is decided, what is updated. No other file decides that.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,11 +16,11 @@ namespace ampfuse {
 
 class StepPlan {
  public:
-  // Between the two stages of the rows that it is given: it works on their scratch memory. Nothing
-  // has changed if it throws. What it returns ends that, after other rows are updated.
+  // Called between the two stages of the given rows, to work on their scratch memory. Nothing has
+  // changed if it throws. The function that it returns is called after other rows are updated.
   using Between = std::function<std::function<void()>(const std::vector<int64_t>&)>;
 
-  bool knew_norm = false;  // the last step, of its gradients
+  bool knew_norm = false;  // whether the last step knew the norm of its gradients
 
   StepPlan(ParamTable& table, Inspector& inspector, GradientLedger& ledger)
       : table_(table), inspector_(inspector), ledger_(ledger) {}
@@ -32,10 +32,10 @@ class StepPlan {
   void decide(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
               bool skip_nonfinite);
   // Counts, zeros, int32 [rows, kMeterCounts]; norms, zeros, float32 [2, rows]; and, if asked for,
-  // bits of changed weights, uint8 [chunks, kChunk / 8], which mean something in rows that are
-  // stepped. See core/meter.h.
+  // bits of changed weights, uint8 [chunks, kChunk / 8], which are valid in rows that are stepped.
+  // See core/meter.h.
   std::vector<at::Tensor> new_meter(bool changed);
-  // Whether the host knows that it skipped: of a CPU.
+  // Returns true if the host knows that the step was skipped, which it does on a CPU.
   bool update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
               bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter,
               const std::optional<Between>& between);
@@ -51,12 +51,12 @@ class StepPlan {
   ParamTable& table_;
   Inspector& inspector_;
   GradientLedger& ledger_;
-  // What collect() found, as long as nothing has changed since.
+  // What collect() found; valid as long as nothing has changed since.
   int64_t collected_at_ = -1;    // table_.changes then
   at::Tensor scale_;             // of the gradients; undefined: 1
-  bool unchanged_ = false;       // they are those that were inspected last
-  std::vector<int64_t> staged_;  // rows that have something between two stages
-  std::vector<int64_t> edited_;  // rows whose model weight somebody edited
+  bool unchanged_ = false;       // the gradients are those that were inspected last
+  std::vector<int64_t> staged_;  // rows that have work between two stages
+  std::vector<int64_t> edited_;  // rows whose model weight was edited
 };
 
 }  // namespace ampfuse

@@ -298,14 +298,14 @@ DType remainder_type(const at::Tensor& model) {
                                                           : DType::kRemainderBFloat16;
 }
 
-// The lists of a state in a quantized storage type: codes and scales.
+// The lists of a state in a quantized storage type: values and scales.
 struct Quantized {
   DType type;
-  const at::Tensor &codes, &scales;
+  const at::Tensor &values, &scales;
 
   Quantized(const std::string& algorithm, int64_t state, const std::string& storage,
             const TensorList& lists)
-      : codes(lists.at(0)), scales(lists.at(1)) {
+      : values(lists.at(0)), scales(lists.at(1)) {
     TORCH_CHECK_INDEX(0 <= state && state < kMaxStates, "state ", state, " of ", kMaxStates);
     const StorageInfo& found = storage_of(storage);
     TORCH_CHECK_VALUE(found.block > 0, storage, " is not quantized in blocks; copy the state");
@@ -331,7 +331,7 @@ void split_master(const at::Tensor& master, const at::Tensor& model, const at::T
 void decode_state(const std::string& algorithm, int64_t state, const std::string& storage,
                   const TensorList& lists, const at::Tensor& out) {
   const Quantized quantized(algorithm, state, storage, lists);
-  convert(MapOp::of<DecodeOp>(), {{kState0, quantized.type, quantized.codes},
+  convert(MapOp::of<DecodeOp>(), {{kState0, quantized.type, quantized.values},
                                   {kScale0, DType::kFloat32, quantized.scales},
                                   {kTarget, DType::kFloat32, out}});
 }
@@ -339,7 +339,7 @@ void decode_state(const std::string& algorithm, int64_t state, const std::string
 void encode_state(const std::string& algorithm, int64_t state, const at::Tensor& value,
                   const std::string& storage, const TensorList& lists) {
   const Quantized quantized(algorithm, state, storage, lists);
-  convert(MapOp::of<EncodeOp>(), {{kState0, quantized.type, quantized.codes},
+  convert(MapOp::of<EncodeOp>(), {{kState0, quantized.type, quantized.values},
                                   {kScale0, DType::kFloat32, quantized.scales},
                                   {kSource, DType::kFloat32, value}});
 }

@@ -35,8 +35,8 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
                const std::optional<at::Tensor>& lr_tensor, double weight_decay,
                double trust_coefficient, double eps, bool clip);
 
-// Between FP32 values and compact storage; see core/compact.h. All tensors are laid out alike, and
-// scales are one for each kBlock elements.
+// Conversions between FP32 values and encoded storage; see core/quantized.h. All tensors have the
+// same layout, with one scale for each kBlock elements.
 void join_master(const at::Tensor& model, const at::Tensor& remainder, const at::Tensor& out);
 void split_master(const at::Tensor& master, const at::Tensor& model, const at::Tensor& remainder);
 void decode_state(const std::string& algorithm, int64_t state, const std::string& storage,

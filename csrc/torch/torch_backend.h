@@ -1,4 +1,4 @@
-// From torch's devices, dtypes and streams to the core's. The only place that knows both.
+// From torch's devices, dtypes and streams to the core's. No other file uses both.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +11,8 @@
 
 namespace ampfuse {
 
-// Throws a TypeError for a dtype the kernels do not store; its message begins with `what`, put
-// together only then.
+// Throws a TypeError for a dtype that the kernels do not store. Its message begins with `what`,
+// which is formatted only then.
 template <class... What>
 DType dtype_of(const at::Tensor& tensor, const What&... what) {
   switch (tensor.scalar_type()) {
@@ -60,11 +60,11 @@ class DeviceScope {
   void* stream_ = nullptr;
 };
 
-// Elements fill their storage without gaps or overlap, in whatever order: what kernels walk.
+// Whether elements fill their storage without gaps or overlap, in any order, as kernels need.
 inline bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
 
-// The memory of a caller's tensor of which a kernel on `device` reads or writes `count` elements:
-// all that reaches a kernel beside the rows of a table comes through here.
+// The memory of a caller's tensor, for a kernel on `device` that reads or writes `count` elements.
+// Every pointer that a kernel gets, except the rows of a table, comes from here.
 template <class T>
 T* pointer_to(const at::Tensor& tensor, const char* what, int64_t count, at::Device device) {
   constexpr at::ScalarType dtype = c10::CppTypeToScalarType<T>::value;
@@ -79,13 +79,13 @@ T* pointer_to(const at::Tensor& tensor, const char* what, int64_t count, at::Dev
   return tensor.data_ptr<T>();
 }
 
-// Of one float32; null if there is no tensor.
+// The memory of one float32; null if there is no tensor.
 inline float* float_pointer(const std::optional<at::Tensor>& tensor, const char* what,
                             at::Device device) {
   return tensor && tensor->defined() ? pointer_to<float>(*tensor, what, 1, device) : nullptr;
 }
 
-// One loop can walk both.
+// Whether one loop can walk both.
 inline bool is_laid_out_as(const at::Tensor& tensor, const at::Tensor& other) {
   if (tensor.sizes() != other.sizes()) return false;
   for (int64_t i = 0; i < tensor.dim(); ++i) {  // a stride over one element says nothing

@@ -297,7 +297,7 @@ OF_A_TABLE = {
     **dict.fromkeys(("masters.accept_model_weights", "masters.publish", "masters.refresh"), ()),
     **dict.fromkeys(("masters.exist", "steps", "norm_averages", "fingerprint", "__len__"), ()),
     **dict.fromkeys(("param", "model", "name"), (small,)),
-    **dict.fromkeys(("remember", "holds"), (containers, containers)),
+    **dict.fromkeys(("remember", "matches"), (containers, containers)),
     "gradients.end_backward": (tensors(), flags, flags),
     "gradients.look": (tensors(),),
     "gradients.assign": (tensors(), some),

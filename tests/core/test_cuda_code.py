@@ -86,12 +86,12 @@ def compiled(dump, objects):
     return dict(zip(ptx[1::2], ptx[2::2], strict=True))
 
 
-def hot_instance(compiled, symbol, compact="0"):
+def hot_instance(compiled, symbol, encoded="0"):
     """The PTX of the instance that misses most lists."""
     missing = {}
     for name, found in compiled.items():
-        match = re.search(re.escape(symbol) + r"Lj(\d+)E(?:LNS_7CompactE(\d)E)?", name)
-        if match and (match[2] or "0") == compact:
+        match = re.search(re.escape(symbol) + r"Lj(\d+)E(?:LNS_7EncodedE(\d)E)?", name)
+        if match and (match[2] or "0") == encoded:
             missing[int(match[1])] = found
     assert missing, f"no kernel {symbol} among {sorted(compiled)}"
     return missing[max(missing)]
@@ -127,7 +127,7 @@ def test_registers_do_not_spill(arch, dump, objects, compiled):
     assert [
         n
         for n in spilling
-        if not re.search("prepare|inspect_kernelILj6E|MuonOpELj\\d+ELNS_7CompactE1E", n)
+        if not re.search("prepare|inspect_kernelILj6E|MuonOpELj\\d+ELNS_7EncodedE1E", n)
     ] == []
 
 
@@ -142,18 +142,18 @@ def test_bits_are_moved_as_bits(arch, dump, objects):
 @pytest.mark.parametrize("kernel", HOT)
 def test_memory_moves_in_wide_accesses(kernel, compiled):
     """Where a pass measures, eight elements are one access as halves and two as FP32; where it
-    updates, each of two groups of four is one."""
+    updates, each of two packs of four is one."""
     symbol, read, written = HOT[kernel]
     accesses = {"v4.u32": 2, "v2.u32": 2} if kernel in APPLIED else {"v4.u32": 3}
     assert_wide(hot_instance(compiled, symbol), read, written, accesses)
 
 
 @pytest.mark.parametrize("kernel", ["sgd", "adam", "adagrad", "lion"])
-@pytest.mark.parametrize("compact", ["1", "2"], ids=["states", "states and masters"])
-def test_compact_types_move_in_wide_accesses(kernel, compact, compiled):
-    """Of a group of four: FP32 in one access, halves and remainders in one, codes in one."""
+@pytest.mark.parametrize("encoded", ["1", "2"], ids=["states", "states and masters"])
+def test_encoded_types_move_in_wide_accesses(kernel, encoded, compiled):
+    """A pack of four is one access: as FP32, as halves or remainders, and as quantized values."""
     symbol, read, written = HOT[kernel]
-    code = hot_instance(compiled, symbol, compact=compact)
+    code = hot_instance(compiled, symbol, encoded=encoded)
     assert_wide(code, read, written, {"v4.u32": 2, "v2.u32": 2})
     states = read - 2
     for access in ("ld", "st"):

@@ -83,8 +83,8 @@ RowSpec gradient_row(int64_t numel, DType type, bool scaled = false) {
   return row;
 }
 
-// A row whose lists are of compact types: split masters, codes, random rounding, and an average.
-RowSpec compact_row(const AlgorithmInfo& info, int64_t numel, int variant) {
+// A row with encoded lists: a split master, quantized states, stochastic rounding, and an average.
+RowSpec encoded_row(const AlgorithmInfo& info, int64_t numel, int variant) {
   RowSpec row = optimizer_row(numel, variant);
   row.hyper.seed = variant % 5;
   row.hyper.ema_decay = 0.9;
@@ -96,19 +96,19 @@ RowSpec compact_row(const AlgorithmInfo& info, int64_t numel, int variant) {
     row.types[kParam] = DType::kRandomBFloat16;
   const StorageInfo& storage = storages()[size_t(variant + variant / 3) % storages().size()];
   for (const List list : {kState0, kState1, kState2}) {
-    if (row.types[list] == kAbsent || (storage.block > 0 && !info.packable)) continue;
+    if (row.types[list] == kAbsent || (storage.block > 0 && !info.quantizable)) continue;
     row.types[list] = storage.type(info.unsigned_states & bit(list));
   }
   return row;
 }
 
-std::vector<RowSpec> compact_rows(const AlgorithmInfo& info) {
+std::vector<RowSpec> encoded_rows(const AlgorithmInfo& info) {
   std::vector<RowSpec> rows;
   int variant = 0;
-  for (const int64_t n : seam_sizes()) rows.push_back(compact_row(info, n, variant++));
+  for (const int64_t n : seam_sizes()) rows.push_back(encoded_row(info, n, variant++));
   // Every kind at a vector, a block and a chunk, each with its neighbours.
   for (const int64_t seam : {int64_t(16), int64_t(kBlock), int64_t(kTile), kChunk / 4, kChunk}) {
-    for (int i = 0; i < 24; ++i) rows.push_back(compact_row(info, seam - 1 + i % 3, variant++));
+    for (int i = 0; i < 24; ++i) rows.push_back(encoded_row(info, seam - 1 + i % 3, variant++));
   }
   return rows;
 }
@@ -187,11 +187,11 @@ struct Metering {
 
 // The first overflows, and changes and counts nothing. Metered ones have the bits of those that are
 // not, and what is counted is the same on both backends.
-TEST(compact_and_metered_steps) {
+TEST(encoded_and_metered_steps) {
   for (const AlgorithmInfo& each : algorithms()) {
     if (each.states.empty() || each.algorithm == Algorithm::of<LambUpdateOp>())
       continue;  // steps no parameter
-    std::vector<RowSpec> rows = compact_rows(each);
+    std::vector<RowSpec> rows = encoded_rows(each);
     for (const RowSpec& row : optimizer_rows()) rows.push_back(row);
     Pair pair(rows), metered(rows);
     World before(false, rows);
@@ -537,7 +537,7 @@ TEST(refresh_leaves_rows_without_a_model_weight) {
   EXPECT(pair.gpu.values(0, kParam) == before.values(0, kParam));
 }
 
-// --- compact storage -----------------------------------------------------------------------------
+// --- encoded storage -----------------------------------------------------------------------------
 
 template <DType kType>
 static float joined(float x) {
@@ -562,75 +562,85 @@ TEST(edited_split_weights) {
 }
 
 // The integer that is decoded, of what was encoded.
-template <class C>
-static uint32_t stored(C, uint32_t code) {
-  return uint32_t(int32_t(typename C::Stored(code)));
+template <class Quantizer>
+static uint32_t stored(Quantizer, uint32_t quantized) {
+  return uint32_t(int32_t(typename Quantizer::Stored(quantized)));
 }
 
-template <class C>
-static float decoded(C code, uint32_t byte, float scale) {
-  return C::decode(stored(code, byte), scale);
+template <class Quantizer>
+static float decoded(Quantizer quantizer, uint32_t byte, float scale) {
+  return Quantizer::decode(stored(quantizer, byte), scale);
 }
 
 // The nearer of the two values around it, or nearly, but where the least ones are, and the same
 // again; with every rounding one of the two.
-template <class C>
-static void check_values(C code, float scale) {
-  const float encoder = C::encoder(scale);
+template <class Quantizer>
+static void check_values(Quantizer quantizer, float scale) {
+  const float encoder = Quantizer::encoder(scale);
   std::vector<float> values;
-  for (uint32_t byte = 0; byte < 256; ++byte) values.push_back(decoded(code, byte, scale));
+  for (uint32_t byte = 0; byte < 256; ++byte) values.push_back(decoded(quantizer, byte, scale));
   std::sort(values.begin(), values.end());
-  const float least = scale * (C::kSign ? 0x1p-14f : 0x1p-30f);
+  const float least = scale * (Quantizer::kSign ? 0x1p-14f : 0x1p-30f);
   for (float fraction = 1; fraction > 1e-12f; fraction *= 0.9993f) {
     for (const float x : {fraction * scale, -fraction * scale}) {
-      if (x < 0 && !C::kSign) continue;  // but -0
-      const uint32_t byte = stored(code, C::encode(x, encoder, C::kNearest));
-      const float back = C::decode(byte, scale);
+      if (x < 0 && !Quantizer::kSign) continue;  // but -0
+      const uint32_t byte = stored(quantizer, Quantizer::encode(x, encoder, Quantizer::kNearest));
+      const float back = Quantizer::decode(byte, scale);
       const auto above = std::lower_bound(values.begin(), values.end(), x);
       const float high = above == values.end() ? back : *above;
       const float low = above == values.begin() ? high : *(above - 1);
       EXPECT(std::fabs(back - x) <= 0.7f * (high - low) + least, x, " as ", back);
-      EXPECT(C::kSign || x == 0 || back > 0, x, " as ", back);
+      EXPECT(Quantizer::kSign || x == 0 || back > 0, x, " as ", back);
       for (uint32_t i = 0; i < 6; ++i) {
-        const uint32_t key = C::key(i == 0 ? 0 : i == 1 ? ~0u : hash(i)) ^ place_bits(int(i));
-        const float other = C::decode(stored(code, C::encode(x, encoder, key)), scale);
+        const uint32_t key = Quantizer::key(i == 0   ? 0
+                                            : i == 1 ? ~0u
+                                                     : hash(i)) ^
+                             dither_bits(int(i));
+        const float other =
+            Quantizer::decode(stored(quantizer, Quantizer::encode(x, encoder, key)), scale);
         EXPECT(other >= low - least && other <= high + least, x, " as ", other);
-        const float again = C::decode(stored(code, C::encode(back, encoder, key)), scale);
+        const float again =
+            Quantizer::decode(stored(quantizer, Quantizer::encode(back, encoder, key)), scale);
         EXPECT(again == back, x, " of ", scale);
       }
     }
   }
 }
 
-template <class C>
-static void check_codes(C code) {
+template <class Quantizer>
+static void check_quantizer(Quantizer quantizer) {
   for (const float largest : {1.0f, 3e38f, 1e-30f, 1.1754944e-38f, 0.3f}) {
-    const float scale = C::scale(float_bits(largest)), encoder = C::encoder(scale);
-    if (largest > 1e-38f) check_values(code, scale);
-    const float zero = decoded(code, C::encode(0.0f, encoder, C::kNearest), scale);
-    EXPECT(C::kSign ? zero == 0 : (zero > 0 || scale < 1e-28f) && zero <= scale * 0x1p-30f, zero);
-    const float most = decoded(code, C::encode(largest, encoder, C::kNearest), scale);
+    const float scale = Quantizer::scale(float_bits(largest)), encoder = Quantizer::encoder(scale);
+    if (largest > 1e-38f) check_values(quantizer, scale);
+    const float zero =
+        decoded(quantizer, Quantizer::encode(0.0f, encoder, Quantizer::kNearest), scale);
+    EXPECT(Quantizer::kSign ? zero == 0 : (zero > 0 || scale < 1e-28f) && zero <= scale * 0x1p-30f,
+           zero);
+    const float most =
+        decoded(quantizer, Quantizer::encode(largest, encoder, Quantizer::kNearest), scale);
     EXPECT(std::fabs(most / largest - 1) < 1e-6f, largest);
-    EXPECT(std::fabs(C::scale(float_bits(most)) / scale - 1) < 1e-6f, largest);
+    EXPECT(std::fabs(Quantizer::scale(float_bits(most)) / scale - 1) < 1e-6f, largest);
   }
-  EXPECT(C::scale(0) == 0 && C::encoder(0) == 0 &&
-         decoded(code, C::encode(0.0f, 0.0f, C::kNearest), 0.0f) == 0);
-  const float poisoned = C::scale(float_bits(kInf) + 1);
+  EXPECT(Quantizer::scale(0) == 0 && Quantizer::encoder(0) == 0 &&
+         decoded(quantizer, Quantizer::encode(0.0f, 0.0f, Quantizer::kNearest), 0.0f) == 0);
+  const float poisoned = Quantizer::scale(float_bits(kInf) + 1);
   EXPECT(poisoned != poisoned);
   // Limited, or infinite as the square is, and so with all its neighbours.
-  const float limit = C::scale(float_bits(kInf));
-  const float encoder = C::encoder(limit);
-  const float infinite = decoded(code, C::encode(kInf, encoder, C::kNearest), limit);
-  const float beside = decoded(code, C::encode(1.0f, encoder, C::kNearest), limit);
-  EXPECT(C::kSign ? infinite > 3.4e38f && infinite < kInf : infinite == kInf, infinite);
-  EXPECT(beside == (C::kSign ? 0.0f : kInf), beside);
+  const float limit = Quantizer::scale(float_bits(kInf));
+  const float encoder = Quantizer::encoder(limit);
+  const float infinite =
+      decoded(quantizer, Quantizer::encode(kInf, encoder, Quantizer::kNearest), limit);
+  const float beside =
+      decoded(quantizer, Quantizer::encode(1.0f, encoder, Quantizer::kNearest), limit);
+  EXPECT(Quantizer::kSign ? infinite > 3.4e38f && infinite < kInf : infinite == kInf, infinite);
+  EXPECT(beside == (Quantizer::kSign ? 0.0f : kInf), beside);
 }
 
-TEST(codes_of_eight_bits) {
+TEST(quantized_values) {
   for (const StorageInfo& storage : storages()) {
     if (storage.block == 0) continue;
-    with_code(storage.signed_type, [](auto code) { check_codes(code); });
-    with_code(storage.unsigned_type, [](auto code) { check_codes(code); });
+    with_quantizer(storage.signed_type, [](auto quantizer) { check_quantizer(quantizer); });
+    with_quantizer(storage.unsigned_type, [](auto quantizer) { check_quantizer(quantizer); });
   }
 }
 
@@ -640,12 +650,12 @@ TEST(rounding_at_random) {
     double sum = 0;
     constexpr uint32_t kDraws = 1u << 16;
     for (uint32_t i = 0; i < kDraws; ++i) {
-      const float rounded = round_at_random(x, hash(i ^ list_key(row_key(1, 2, 3), kParam, 0)));
+      const float rounded = stochastic_round(x, hash(i ^ list_key(row_key(1, 2, 3), kParam, 0)));
       EXPECT(same(round_to(kBF16, rounded), rounded), x);
       sum += double(rounded) / kDraws;
     }
     const double unit = std::fabs(double(x)) / 128;
     EXPECT(std::isinf(x) ? sum == double(x) : std::fabs(sum - double(x)) < unit / 100, x, sum);
   }
-  EXPECT(std::isnan(round_at_random(kNan, 0xffffu)));
+  EXPECT(std::isnan(stochastic_round(kNan, 0xffffu)));
 }

@@ -24,7 +24,7 @@ class Call {
       if (lists & bit(i)) args_.images[i] = values(image.rows * image.channels, image.dtype);
     if (lists & kMask) args_.mask = static_cast<uint8_t*>(bytes(image.rows * image.mask_bytes()));
     for (int i = 0; i < kMaxVectors; ++i) {
-      const bool of_rows = Op::kRowVectors & bit(i);
+      const bool of_rows = Op::kPerRowVectors & bit(i);
       const int64_t count = of_rows ? 2 * image.rows : image.channels;
       args_.vectors[i] = static_cast<float*>(values(count, DType::kFloat32));
     }

@@ -270,11 +270,11 @@ class World {
       loss_scale;
 
  private:
-  // Of a list; of a column of scales, where the state beside it is codes.
+  // The type of a list, or of a column of scales, which exists where its state is quantized.
   DType type(int64_t row, int column) const {
     const RowSpec& spec = specs_[size_t(row)];
     if (column < kLists) return spec.types[column];
-    return is_code(spec.types[column - kScale0 + kState0]) ? kF32 : kAbsent;
+    return is_quantized(spec.types[column - kScale0 + kState0]) ? kF32 : kAbsent;
   }
   int64_t length(int64_t row, int column) const {
     const int64_t numel = specs_[size_t(row)].numel;

@@ -280,7 +280,7 @@ def test_a_step_of_its_own_takes_no_split_masters(around):
 
 
 class Map:
-    """Codes and values of a state, as compact.h tells; in NumPy, a block to a row."""
+    """Codes and values of a state, as quantized.h tells; in NumPy, a block to a row."""
 
     def __init__(self, state):
         self.unsigned = "sq" in state or state == "sum"
@@ -356,7 +356,7 @@ FIRST_STATE = 6  # of a row's lists: see lists.h
 
 
 def mixed(x):
-    """The hash of compact.h."""
+    """The hash of quantized.h."""
     x = np.atleast_1d(x).astype(np.uint32)
     x = (x ^ x >> 16) * np.uint32(0x7FEB352D)
     x = (x ^ x >> 15) * np.uint32(0x846CA68B)

@@ -1,10 +1,10 @@
-// GELU, its tanh form and SiLU, with the bias before them and the gate's product behind them.
+// GELU, its tanh form and SiLU, with the bias before them and the gate's product after them.
 //
 //   forward    z = x + bias;  y = f(z), gated: f(z) * up
 //   backward   dx = dy * up * f'(z);  dup = dy * f(z);  dbias = the sum of dx over the rows
 //
 // All three are f(z) = z * P(z) with a P from 0 to 1 (Hendrycks & Gimpel 2016; Elfwing et al. 2017;
-// gates: Shazeer 2020). P comes of e^-s, s >= 0, and is computed on the left alone, so that nothing
+// gates: Shazeer 2020). P comes from e^-s, s >= 0, and is computed for z <= 0 only, so that nothing
 // overflows and the tail keeps its digits, which 1 + erf(z / sqrt(2)) and 1 + tanh(u) lose.
 //
 // Bytes moved per element of half precision: forward 4, gated 6; backward 6, gated 10. The bias
@@ -29,7 +29,7 @@ HD F left_of_zero(const F& z, float least) {
   return max_nan(F(least), from_bits(z, bits_of(z) | Bits(0x80000000u)));
 }
 
-// What m = -|z| says of z: f(z) = max(z, 0) + m P(m) and f'(z) = 1 - f'(-z).
+// From m = -|z| to z: f(z) = max(z, 0) + m P(m) and f'(z) = 1 - f'(-z).
 template <class F>
 HD Point<F> mirrored(const F& z, const F& m, const F& p, const F& slope) {
   using Bits = decltype(bits_of(z));

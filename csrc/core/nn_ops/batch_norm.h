@@ -1,5 +1,5 @@
 // Batch normalization, with the residual addition and the ReLU that follow it in convolutional
-// nets.
+// networks.
 //
 //   forward    mean, var = over the rows of x
 //              y = relu((x - mean) * weight / sqrt(var + eps) + bias + residual)
@@ -8,7 +8,7 @@
 //
 // (Ioffe & Szegedy 2015. Fused like this by cuDNN, MXNet's BatchNormAddRelu and apex's groupbn.)
 //
-// Bytes moved per element of half precision, the floor of each pass: moments 2; apply 4, 6 with a
+// Least bytes moved per element of half precision in each pass: moments 2; apply 4, 6 with a
 // residual, and 1 bit of mask instead of the output that autograd would keep for the ReLU; reduce
 // 4, and for a residual 2 more, as g is then written for the next pass; dx 6. Layers that fit into
 // a cache take the second read of x and dy from there.

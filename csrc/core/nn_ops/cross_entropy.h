@@ -1,4 +1,4 @@
-// Softmax cross-entropy over the classes of each row, from logits as they are, in FP32.
+// Softmax cross-entropy over the classes of each row, in FP32, from logits of any type.
 //
 //   forward    lse = max(z) + log(sum(exp(z - max(z))));  loss = w_t (lse - z_t)
 //              with label smoothing s: (1 - s) w_t (lse - z_t) + s / C sum_j(w_j (lse - z_j))
@@ -17,14 +17,15 @@ namespace ampfuse {
 
 constexpr float kLowest = -3.4028235e38f;
 
-// What both passes take. Losses, lse and gradients are of rows, weights of columns.
+// The arguments of both passes. Losses, lse and gradients belong to rows, weights to columns.
 struct CrossEntropy : NnPass {
   enum Image { kLogits, kGradient };
-  // The two parts of lse, side by side: added, large logits would lose digits of what they differ.
+  // The two parts of lse, stored separately: in their sum, large logits would lose digits of their
+  // difference.
   // Weights may be absent, and so may their sum (one value).
   enum Vector { kLse, kLoss, kRowGradient, kWeight, kWeightSum };
   enum Number { kSmoothing };
-  static constexpr unsigned kRowVectors = bit(kLse) | bit(kLoss) | bit(kRowGradient);
+  static constexpr unsigned kPerRowVectors = bit(kLse) | bit(kLoss) | bit(kRowGradient);
 
   HD static bool is_plain(const NnArgs& args) { return args.numbers[kSmoothing] == 0.0f; }
   HD static bool exists(const NnArgs& args, int64_t target) {
@@ -62,7 +63,7 @@ struct CrossEntropyLoss : CrossEntropy {
     value[kSum] = value[kSmooth] = F(0.0f);
   }
 
-  // Of two sums, that with the lesser maximum is scaled to the other's: one exponential.
+  // The sum with the lesser maximum is scaled to the other's: one exponential.
   template <class F>
   HD static void include(F (&value)[kValues], const F& max, const F& sum) {
     const F d = max - value[kMax];
@@ -97,7 +98,7 @@ struct CrossEntropyLoss : CrossEntropy {
   }
 
  private:
-  // NaN where there is no such class: a device cannot raise an error.
+  // NaN if there is no such class: a device cannot raise an error.
   HD static double loss_of(const NnArgs& args, int64_t row, double lse, double smooth) {
     const int64_t target = args.targets[row], columns = args.image.channels;
     if (target == args.ignored) return 0.0;

@@ -1,14 +1,14 @@
-// What the passes of fused layers have in common: each reads and writes images in channels-last
+// What all passes of fused layers have in common: each reads and writes images in channels-last
 // memory, matrices of `rows` (batch x height x width) by `channels`.
 //
-// An op is a function of the values x[image] at one place of the matrix, and of a channel's
+// An op is a function of the values x[image] at one element of the matrix, and of a channel's
 // coefficients; F is float on the device and in scalar code and a SIMD vector otherwise, whose
-// lanes are neighbouring channels. It says
+// lanes are neighbouring channels. It has
 //   kName      what error messages call it
 //   kReads, kWrites  which of NnArgs' images are loaded and stored back, and whether the mask is
 //   kOptional  which of them may be absent: the op is compiled with them and without. A mask that
-//              is read is none of these: where it is absent, all its bits are set
-//   kCoefs     how many coefficients it takes of a channel
+//              is read is not one of these: if it is absent, all its bits are set
+//   kCoefs     how many coefficients of a channel it takes
 //   coefs()    computes them; in a sum, those of the span that begins with `row`. kCoefsOfRow: they
 //              are the same for all channels of a row, and others for each row
 // A map (ChannelMap) computes values:
@@ -19,9 +19,9 @@
 //   finish()   makes results of a channel's partials; sum(value) adds value(span) over its spans
 // Others walk along each row, a matrix of `rows` by `channels` in one piece (see below).
 //
-// Sums down the channels are those of reduce.h's idea: one order for every backend, thread count
-// and vector width. A tile of kTileRows is added in FP32, row after row; the tiles of a span, one
-// after another, in FP32; spans by kRowLanes strided lanes and halving, in double.
+// Sums down the channels follow reduce.h: one order for every backend, thread count and vector
+// width. A tile of kTileRows is added in FP32, row after row; the tiles of a span, one after
+// another, in FP32; spans by kRowLanes strided lanes and halving, in double.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +45,8 @@ constexpr int kSpanRows = kTileRows * kSpanTiles;
 HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Sums along a row have one order, too. Column i of a span belongs to lane i % kRowWidth, which
-// adds its columns one after another; a row's spans are shared out to kRowGroups, of which each
-// goes on with its lanes from span to span. Lanes are merged by halving, then groups.
+// adds its columns one after another. A row's spans are distributed to kRowGroups groups, each of
+// which keeps its lanes from span to span. Lanes are merged by halving, then groups.
 //
 // A row sum has
 //   kValues    how many values a lane holds: start(value), add<kPlain>(value, x, weight, bits) with
@@ -55,13 +55,13 @@ HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // and a row map, from image kInput to kOutput,
 //   coefs()    of a row
 //   apply<kPlain>(x, coef, weight, hit)   hit: a bit where the column is the row's target
-// Both have is_plain(args), whether there is no use for weights, kWeight, where these are, which
-// may be absent (1), and counts(): a row that does not count has zeros.
+// Both have is_plain(args), whether weights are not used; kWeight, the vector of weights, which may
+// be absent (1); and counts(): a row that does not count gets zeros.
 //
 // A row pass makes sums over a row, kSums at a time in each of kStages, and then maps the row,
 // which is in registers or a cache by then:
 //   reads(), writes()  the images of a stage, or of the map, which is the last
-//   begin()    coefs of a row; settle() makes more of them of a stage's sums
+//   begin()    coefs of a row; finish_stage() makes more of them of a stage's sums
 //   first()    values that the first stage writes, and others read
 //   add()      to the sums, with the column's weight; apply(x, coef, weight, bias)
 // Its spans are short, for a thread's part of one to fit into registers.
@@ -79,7 +79,7 @@ struct ImageRows {
     const int64_t rest = rows - span * kSpanRows;
     return rest < kSpanRows ? rest : kSpanRows;
   }
-  // Of a mask: a bit for each channel, a row's in whole bytes.
+  // The size of a row's mask: a bit for each channel, in whole bytes.
   HD int64_t mask_bytes() const { return ceil_div(channels, 8); }
   HD int64_t row_bytes() const { return channels * element_size(dtype); }
 };
@@ -87,14 +87,14 @@ struct ImageRows {
 constexpr int kMaxImages = 5, kMaxVectors = 8;
 constexpr unsigned kMask = bit(kMaxImages);
 
-// All that a pass takes; an op names the places. What is absent is null.
+// All arguments of a pass; an op names their indices. Absent ones are null.
 struct NnArgs {
   ImageRows image;
   void* images[kMaxImages] = {};
   uint8_t* mask = nullptr;           // [rows][mask_bytes]
   float* vectors[kMaxVectors] = {};  // [channels] each, or [rows]
   float numbers[2] = {};
-  // Of columns: read as weight 1 and bias 0 where they are absent.
+  // Weight and bias of columns: read as 1 and 0 if they are absent.
   struct Affine {
     void *weight = nullptr, *bias = nullptr;
     DType dtype = DType::kNone;
@@ -123,9 +123,9 @@ struct NnOp {
 
 struct NnPass {
   static constexpr unsigned kOptional = 0;
-  static constexpr unsigned kTogether = 0;  // of the optional lists, those that come together
+  static constexpr unsigned kTogether = 0;  // the optional lists that come together
   static constexpr bool kCoefsOfRow = false;
-  static constexpr unsigned kRowVectors = 0;  // of the vectors, those with a value for each row
+  static constexpr unsigned kPerRowVectors = 0;  // the vectors with a value for each row
 };
 struct ChannelMap : NnPass {
   static constexpr PassKind kKind = PassKind::kChannelMap;
@@ -134,8 +134,8 @@ struct ChannelSum : NnPass {
   static constexpr PassKind kKind = PassKind::kChannelSum;
 };
 
-// Calls run(lists), an integral_constant: what an op reads and writes, without the optional ones
-// that `args` lacks. `run` may be the host's alone.
+// Calls run(lists), an integral_constant: the lists that an op reads and writes, without optional
+// ones that `args` lacks. `run` may be a host function.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif

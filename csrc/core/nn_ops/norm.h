@@ -4,30 +4,30 @@
 //   forward    s = x + residual;  y = (s - mean) * rstd * weight + bias
 //              rstd = 1 / sqrt(mean((s - mean)^2) + eps);  RMS: mean is 0, and there is no bias
 //   backward   g = dy * weight,  s_hat = (s - mean) * rstd
-//              dx = rstd * (g - mean(g) - s_hat * mean(g * s_hat)) + ds: the residual's gradient,
-//              too dweight, dbias = the sums of dy * s_hat and dy over the rows
+//              dx = rstd * (g - mean(g) - s_hat * mean(g * s_hat)) + ds, also the residual's
+//              gradient; dweight, dbias = the sums of dy * s_hat and dy over the rows
 //
-// (Ba, Kiros & Hinton 2016; Zhang & Sennrich 2019.) Statistics are FP32 whatever the storage.
-// Values are taken from a shift, the row's first one: large against its deviation, a mean rounded
-// to FP32 would move them all; and as the shift is one of the n values, at most eps * sqrt(n) is
-// lost.
+// (Ba, Kiros & Hinton 2016; Zhang & Sennrich 2019.) Statistics are FP32 whatever the storage. A
+// shift, the row's first value, is subtracted from all values: if the mean is large against the
+// deviation, rounding it to FP32 would move them all. As the shift is one of the n values, at most
+// eps * sqrt(n) is lost.
 //
 // Bytes moved per element of half precision: forward 4, with a residual 8; backward 6, with the
-// gradient of the sum 8, and 4 for those of the weights.
+// gradient of the sum 8, and 4 for the gradients of the weights.
 #pragma once
 
 #include "core/nn_ops/nn_op.h"
 
 namespace ampfuse {
 
-// What the passes make of a row, and read again.
+// The results of the passes for a row, which they read again.
 struct Norm : NnPass {
   // The mean is less the shift; RMS has none. A value for each row.
   enum Vector { kMean, kRstd };
-  static constexpr unsigned kRowVectors = bit(kMean) | bit(kRstd);
+  static constexpr unsigned kPerRowVectors = bit(kMean) | bit(kRstd);
   enum Coef { kShift, kMeanOfRow, kRstdOfRow, kG, kGHat };
 
-  // Of the row of `image`.
+  // The address of the row of `image`.
   template <class Coefs>
   HD static void load_row(const NnArgs& args, int image, int64_t row, Coefs& coef) {
     const bool centered = args.vectors[kMean] != nullptr;
@@ -88,8 +88,8 @@ struct NormForward : Norm {
   }
 
   template <int kStage>
-  HD static void settle(const NnArgs& args, int64_t row, const float (&sums)[kSums],
-                        float (&coef)[kCoefs]) {
+  HD static void finish_stage(const NnArgs& args, int64_t row, const float (&sums)[kSums],
+                              float (&coef)[kCoefs]) {
     if (kStage + 1 < kStages) {
       coef[kMeanOfRow] = args.vectors[kMean][row] = mean_of(args, sums[0]);
       return;
@@ -140,8 +140,8 @@ struct NormBackward : Norm {
   }
 
   template <int kStage>
-  HD static void settle(const NnArgs& args, int64_t, const float (&sums)[kSums],
-                        float (&coef)[kCoefs]) {
+  HD static void finish_stage(const NnArgs& args, int64_t, const float (&sums)[kSums],
+                              float (&coef)[kCoefs]) {
     coef[kG] = args.vectors[kMean] ? mean_of(args, sums[0]) : 0.0f;
     coef[kGHat] = mean_of(args, sums[1]);
   }

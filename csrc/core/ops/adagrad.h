@@ -17,7 +17,7 @@ struct AdagradOp : OptimizerOp<AdagradOp> {
   static constexpr unsigned kReads = kGradient | kStepped | bit(kSum);
   static constexpr unsigned kWrites = kLeft | bit(kSum);
   static constexpr unsigned kUnsigned = bit(kSum);
-  static constexpr bool kPackable = true;
+  static constexpr bool kQuantizable = true;
 
   HD static void prepare(RowStep& step, RowCoef& c) { c.eps = float(step.hyper.eps); }
 

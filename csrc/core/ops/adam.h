@@ -20,7 +20,7 @@ struct AdamOp : OptimizerOp<AdamOp> {
   static constexpr unsigned kReads = kGradient | kStepped | kMoments;
   static constexpr unsigned kWrites = kLeft | kMoments;
   static constexpr unsigned kUnsigned = bit(kExpAvgSq) | bit(kMaxExpAvgSq);
-  static constexpr bool kPackable = true;
+  static constexpr bool kQuantizable = true;
 
   // p -= lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps), with fraction and eps multiplied by
   // sqrt(bias2): the same value with a division and a rounding less per element.

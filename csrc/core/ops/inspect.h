@@ -1,14 +1,14 @@
-// What looks at the gradients before a step.
+// The inspection of gradients before a step.
 #pragma once
 
 #include "core/ops/op.h"
 
 namespace ampfuse {
 
-// The unscaled gradient with what earlier passes accumulated: inspect writes it where a row asks
-// for it, and measures it. `fresh`: an overflow belongs to the pass that made it, so where what
-// earlier passes left is not finite, the new gradient alone is measured. kAgain: it is measured
-// once more, from where it was written if it was: that may be where it was read.
+// The unscaled gradient with what earlier passes accumulated: inspect measures it, and writes it if
+// a row has kGradOut. `fresh`: an overflow belongs to the pass that made it, so if the accumulated
+// value is not finite, only the new gradient is measured. kAgain: it is measured once more, from
+// kGradOut if it was written there, which may be where it was read.
 template <bool kAgain = false>
 struct InspectOp : RowOp<InspectOp<kAgain>> {
   static constexpr const char* kName = "inspect";

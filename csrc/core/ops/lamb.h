@@ -2,10 +2,10 @@
 //
 // It needs the norms of a row's weights and of its whole update u before the first weight changes.
 // The first pass (LambMomentsOp) advances the moments and measures both; the second (LambOp)
-// computes u again from the moments. To keep u between the passes would move the same bytes (4
-// written and 4 read, instead of two moments read) and take 4 bytes a parameter of memory; to keep
-// it where a half gradient was would save 6 of 42 bytes, but round every update to half and destroy
-// the gradients.
+// computes u again from the moments. Keeping u between the passes would move the same bytes (4
+// written and 4 read, instead of two moments read) and take 4 bytes a parameter of memory; keeping
+// it in place of a half gradient would save 6 of 42 bytes, but round every update to half and
+// destroy the gradients.
 #pragma once
 
 #include "core/metered.h"
@@ -47,8 +47,9 @@ struct LambMaths : OptimizerOp<Self> {
     x[kExpAvgSq] = fma(F(c.one_minus_beta2) * g, g, F(c.beta2) * x[kExpAvgSq]);
   }
 
-  // An eps of 0 is the smallest normal number, so that an element that never had a gradient, or the
-  // padding behind the last one, has no update rather than 0 / 0, which would be the row's norm.
+  // An eps of 0 becomes the smallest normal number, so that an element that never had a gradient,
+  // or the padding after the last one, has no update rather than 0 / 0, which would be the row's
+  // norm.
   template <class F>
   HD F update(const F (&x)[kLists]) const {
     const float eps = c.eps > 0 ? c.eps : kSmallestNormal;
@@ -110,7 +111,7 @@ struct LambOp : LambMaths<LambOp> {
   }
 };
 
-// LAMB in two calls: the first leaves the update where the row says, the second is a plain step.
+// LAMB in two calls: the first writes the update to the row's kUpdate, the second is a plain step.
 struct LambUpdateOp : LambMaths<LambUpdateOp> {
   static constexpr const char* kName = "lamb_update";
   static constexpr unsigned kReads = kGradient | bit(kParam) | kMoments;

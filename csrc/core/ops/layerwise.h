@@ -1,5 +1,5 @@
-// LARC (You et al., arXiv:1708.03888) in front of another's step: the gradient takes in the decay
-// and the ratio of the row's coefficients, which hyper.h computes.
+// LARC (You et al., arXiv:1708.03888) before another optimizer's step: the decay and the ratio of
+// the row's coefficients, which hyper.h computes, go into the gradient.
 #pragma once
 
 #include "core/ops/op.h"

@@ -15,7 +15,7 @@ struct LionOp : OptimizerOp<LionOp> {
   static constexpr List kExpAvg = kState0;
   static constexpr unsigned kReads = kGradient | kStepped | bit(kExpAvg);
   static constexpr unsigned kWrites = kLeft | bit(kExpAvg);
-  static constexpr bool kPackable = true;
+  static constexpr bool kQuantizable = true;
 
   HD static void prepare(RowStep& step, RowCoef& c) {
     c.one_minus_beta1 = float(1 - step.hyper.beta1);

@@ -1,12 +1,12 @@
-// Between FP32 masters and the model weights beside them, apart from a step.
+// Conversions between FP32 masters and their model weights, apart from a step.
 #pragma once
 
 #include "core/ops/op.h"
 
 namespace ampfuse {
 
-// Masters follow edits of the model: an element whose rounding the model weight no longer is takes
-// its value.
+// Masters follow edits of the model: an element that no longer rounds to the model weight takes its
+// value.
 struct RefreshOp : RowOp<RefreshOp> {
   static constexpr const char* kName = "refresh";
   static constexpr unsigned kReads = bit(kParam) | bit(kModel);
@@ -26,13 +26,13 @@ struct RefreshOp : RowOp<RefreshOp> {
   }
 };
 
-// One list from another, as the types of both have it. A split master is written with its weight.
+// Copies one list to another, whatever their types. A split master is written with its weight.
 template <int kFrom, int kTo>
 struct CopyOp : RowOp<CopyOp<kFrom, kTo>> {
   static constexpr const char* kName = "copy";
   static constexpr unsigned kReads = bit(kFrom);
   static constexpr unsigned kWrites = bit(kTo) | (kTo == kParam ? bit(kModel) : 0);
-  static constexpr bool kPackable = is_state(kFrom) || is_state(kTo);
+  static constexpr bool kQuantizable = is_state(kFrom) || is_state(kTo);
 
   template <class F>
   HD void operator()(F (&x)[kLists]) const {

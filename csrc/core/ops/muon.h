@@ -1,10 +1,11 @@
 // Muon (Jordan et al., https://kellerjordan.github.io/posts/muon), with the momentum of
 // torch.optim.Muon.
 //
-// Two stages, with matrix products between them that are not this table's (see kScratch in op.h).
-// The first leaves what is to be orthogonalized, of the momentum that it computes and the second
-// computes again and stores; the products write over it what they make of it, times the factor that
-// the shape asks of the rate; the second steps. So nothing has changed if the products fail.
+// Two stages, with matrix products between them that are not part of this table (see kScratch in
+// op.h). The first stage computes the momentum and leaves the matrix to orthogonalize. The products
+// overwrite it with their result, times the factor that the shape requires of the rate. The second
+// stage computes the momentum again, stores it, and steps. So nothing has changed if the products
+// fail.
 #pragma once
 
 #include "core/metered.h"
@@ -20,7 +21,7 @@ struct MuonMaths : OptimizerOp<Self> {
                                           hyper::flag("nesterov", kNesterov, "nesterov", true)};
   static constexpr List kMomentumBuffer = kState0;
   static constexpr int kScratch = kState1;
-  static constexpr bool kPackable = true;
+  static constexpr bool kQuantizable = true;
   using OptimizerOp<Self>::c;
 
   HD static void prepare(RowStep& step, RowCoef& c) {

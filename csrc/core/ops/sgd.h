@@ -21,7 +21,7 @@ struct SgdOp : OptimizerOp<SgdOp> {
   static constexpr List kMomentumBuffer = kState0;
   static constexpr unsigned kReads = kGradient | kStepped | bit(kMomentumBuffer);
   static constexpr unsigned kWrites = kLeft | bit(kMomentumBuffer);
-  static constexpr bool kPackable = true;
+  static constexpr bool kQuantizable = true;
 
   HD static void prepare(RowStep& step, RowCoef& c) {
     c.momentum = float(step.hyper.momentum);

@@ -1,4 +1,4 @@
-// Activations behind a bias, and gated ones, as an operator of torch.
+// Activations after a bias, and gated ones, as an operator of torch.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor> activation_backward_pass(const Tensor& dy, co
   return std::tuple_cat(std::tuple(dx), backward_into(dy, x, up, bias, name, dx));
 }
 
-// By torch's operations, rounded once.
+// Computed by torch's operations, rounded once.
 Tensor activation_by_torch(const Tensor& x, const OptionalTensor& up, const OptionalTensor& bias,
                            c10::string_view name) {
   const auto type = at::isReducedFloatingType(x.scalar_type()) ? at::kFloat : x.scalar_type();
@@ -121,7 +121,7 @@ struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
   }
 };
 
-// What the kernels do not take is torch's.
+// torch computes what the kernels do not support.
 Tensor activation(const Tensor& x, const OptionalTensor& up, const OptionalTensor& bias,
                   c10::string_view name) {
   with_curve(name, [](auto) {});

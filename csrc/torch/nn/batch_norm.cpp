@@ -22,7 +22,7 @@ using torch::autograd::variable_list;
 
 // ---- the passes ----
 //
-// Each serves CPU, CUDA and meta tensors; of the latter it makes the results' shapes alone.
+// Each serves CPU, CUDA and meta tensors; for meta tensors it makes only the results' shapes.
 
 std::tuple<Tensor, Tensor> moments_pass(const Tensor& x) {
   using Op = BatchNormMoments;
@@ -160,7 +160,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     context->set_materialize_grads(false);
     return y;
   }
-  // Of forward()'s arguments.
+  // The count of forward()'s arguments.
   enum { kX, kResidual, kWeight, kBias, kArguments = 10 };
 
   static bool needs(AutogradContext* context, int argument) {
@@ -230,7 +230,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
 
 using Node = torch::autograd::CppNode<BatchNormAct>;
 
-// Whether the kernels take it: everything else is torch's.
+// Whether the kernels support it: torch computes everything else.
 bool has_kernels(const Tensor& x, const OptionalTensor& residual,
                  const std::vector<const OptionalTensor*>& per_channel, bool complete) {
   if (!complete || x.dim() != 4 || !is_supported(x)) return false;

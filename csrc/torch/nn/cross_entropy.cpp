@@ -22,7 +22,7 @@ Tensor of_rows(const Tensor& logits, int64_t each) {
   return at::empty_symint({logits.sym_size(0) * each}, logits.options().dtype(at::kFloat));
 }
 
-// What both passes take of a matrix.
+// The arguments of both passes for a matrix.
 NnArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
                const Tensor& weight_sum, int64_t ignore_index, double label_smoothing) {
   TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_contiguous(),
@@ -44,7 +44,7 @@ NnArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor&
   return args;
 }
 
-// Of the classes' weights, where it is asked for.
+// The sum of the classes' weights, if it is needed.
 Tensor sum_of(const OptionalTensor& weight, double label_smoothing) {
   return given(weight) && label_smoothing != 0 ? weight->sum() : Tensor();
 }
@@ -155,8 +155,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     return torch::autograd::make_variable(data, torch::autograd::get_current_node()->next_edge(0));
   }
 
-  // Whether what was saved is seen by nobody else, now or in another backward pass, so that its
-  // memory can have the gradient. A view's whole tensor may be the view's alone.
+  // Whether the saved tensor has no other user, now or in another backward pass, so that its memory
+  // can be reused for the gradient. A view's whole tensor may belong to the view alone.
   static bool is_only_ours(const Tensor& saved) {
     // (Whatever traces looks for new tensors.)
     if (c10::impl::TorchDispatchModeTLS::any_modes_set() ||

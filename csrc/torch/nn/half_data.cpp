@@ -1,5 +1,5 @@
-// The cast of a model's half output, or of a tensor that holds half data where a graph is traced:
-// what holds that half data and is not a view.
+// The cast of a model's half output, or of a tensor with half data while a graph is traced: the
+// tensor that holds that half data and is not a view.
 #include "half_data.h"
 
 #include <ATen/ops/_to_copy.h>

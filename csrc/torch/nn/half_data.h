@@ -1,5 +1,5 @@
-// Tensors that are float32 to autograd and hold half data: a model's outputs, see
-// python/ampfuse/amp/float32_output.py, which says here what they hold.
+// Tensors that are float32 to autograd and hold half data: a model's outputs. See
+// python/ampfuse/amp/float32_output.py, which sets these functions.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 namespace ampfuse {
 
 struct HalfData {
-  // The half data of such a tensor, without history; nothing where it has FP32 memory, and of any
+  // The half data of such a tensor, without history; nothing if it has FP32 memory, and for any
   // other tensor.
   std::function<std::optional<at::Tensor>(const at::Tensor&)> of;
   // The float32 tensor that holds half data.

@@ -1,5 +1,5 @@
-// From torch's tensors to the passes of fused layers (core/nn_ops/nn_op.h): checks of what a pass
-// is given, memory for what it makes, and the call, of the backend or through the dispatcher.
+// From torch's tensors to the passes of fused layers (core/nn_ops/nn_op.h): checks of a pass's
+// arguments, memory for its results, and the call, to the backend or through the dispatcher.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -37,17 +37,17 @@ inline OptionalTensor optional(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-// Of tensors whose memory is another's, or nobody's.
+// For tensors whose memory belongs to another tensor, or that have none.
 const c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
                                      c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
                                      c10::DispatchKey::FuncTorchGradWrapper});
 
 constexpr at::MemoryFormat kChannelsLast = at::MemoryFormat::ChannelsLast;
 
-// Whether nobody else holds a gradient or sees its memory. What is computed of it is written over
-// it then: in lines that the cache has, and to pages that need not be asked for.
+// Whether a gradient has no other owner and its memory no other tensor. Results are then written
+// over it: in lines that the cache has, and in pages that need not be allocated.
 inline bool is_only_ours(const at::Tensor& gradient) {
-  // (Whatever traces looks for new tensors.)
+  // (Tracers expect new tensors.)
   return !c10::impl::TorchDispatchModeTLS::any_modes_set() && gradient.use_count() == 1 &&
          !gradient.key_set().has_any(kWrappers) && gradient.storage().use_count() == 1;
 }
@@ -62,7 +62,7 @@ inline bool are_alike(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.device() == b.device() &&
          a.sym_sizes() == b.sym_sizes();
 }
-// As is_supported(), of weights of the columns of x: FP32 or of the type of x.
+// As is_supported(), for weights of the columns of x: FP32 or of the type of x.
 inline bool may_be_affine(const OptionalTensor& tensor, const at::Tensor& x,
                           at::IntArrayRef shape) {
   return !given(tensor) ||
@@ -82,7 +82,7 @@ inline at::Tensor empty_mask(const at::Tensor& x) {
                           x.options().dtype(at::kByte));
 }
 
-// The arguments of an op on a matrix: of images, a channel is a column.
+// The arguments of an op on a matrix; a channel of an image is a column.
 class PassArgs {
  public:
   explicit PassArgs(const at::Tensor& images)
@@ -123,7 +123,7 @@ class PassArgs {
     return *this;
   }
 
-  // Of one type; either may be absent, or have no elements.
+  // Weight and bias of one type; either may be absent, or have no elements.
   PassArgs& affine(const OptionalTensor& weight, const OptionalTensor& bias) {
     args_.affine.weight = of_columns(weight, "weight");
     args_.affine.bias = of_columns(bias, "bias");

@@ -36,8 +36,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_pass(const Tensor& x,
   return {y, sum, mean, rstd};
 }
 
-// The gradients of weight and bias, empty unless they are wanted, and to dx, which may be dy, that
-// of x, which is the residual's, too.
+// Returns the gradients of weight and bias, empty unless they are wanted. Writes to dx, which may
+// be dy, the gradient of x, which is also the residual's.
 std::tuple<Tensor, Tensor> backward_into(const Tensor& dy, const OptionalTensor& ds,
                                          const Tensor& s, const Tensor& mean, const Tensor& rstd,
                                          const OptionalTensor& weight, int64_t columns,
@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_pass(const Tensor& dy, const Optiona
                         backward_into(dy, ds, s, mean, rstd, weight, columns, wanted, dx));
 }
 
-// By torch's operations, statistics in FP32.
+// Computed by torch's operations, statistics in FP32.
 Tensor norm_by_torch(const Tensor& s, at::IntArrayRef shape, const OptionalTensor& weight,
                      const OptionalTensor& bias, double eps, bool centered) {
   const auto type = at::isReducedFloatingType(s.scalar_type()) ? at::kFloat : s.scalar_type();
@@ -152,7 +152,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
   }
 };
 
-// Whether the kernels take it: everything else is torch's.
+// Whether the kernels support it: torch computes everything else.
 bool has_kernels(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                  const OptionalTensor& bias, at::IntArrayRef shape) {
   if (!is_supported(x) || (given(residual) && !are_alike(*residual, x))) return false;

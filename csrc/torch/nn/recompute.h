@@ -1,4 +1,4 @@
-// What autograd keeps of a tensor, where outputs of batch_norm_act are computed again.
+// Saved tensors of autograd, with outputs of batch_norm_act computed again.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,8 +9,8 @@
 
 namespace ampfuse {
 
-// Hooks for saved tensors. Nothing is kept of what a batch_norm_act returned, unless it added a
-// residual, which would be kept in its place.
+// Hooks for saved tensors. The output of a batch_norm_act is not kept, unless it added a residual,
+// which would be kept in its place.
 class SavedTensor {
  public:
   explicit SavedTensor(const at::Tensor& tensor);

@@ -85,7 +85,7 @@ class CapturedOptimizer:
     def fixed(self) -> dict[str, Any]:
         """Everything that needs a new capture if it changes, by its name in messages."""
         optimizer, table = self._optimizer, self.table
-        is_known = optimizer._rows.table is table and table.holds(groups=optimizer.param_groups)
+        is_known = optimizer._rows.table is table and table.matches(groups=optimizer.param_groups)
         found: dict[str, Any] = {
             "the optimizer's list of parameters": is_known,
             PARAMETERS: table.fingerprint(),

@@ -276,7 +276,7 @@ class FusedOptimizer(AmpOptimizer):
     def ensure_bound(self) -> ParamTable:
         """The table, bound again if parameters or states were loaded, cleared or exchanged."""
         table = self.param_table()
-        if not (self._states.are_bound and table.holds(states=self.state)):
+        if not (self._states.are_bound and table.matches(states=self.state)):
             self._states.bind()
         return table
 

@@ -60,10 +60,10 @@ class Rows(Component):
         """The table, with a row for each parameter of ``param_groups``."""
         self.make_masters()
         optimizer, table = self.optimizer, self.table
-        if table is not None and table.holds(groups=optimizer.param_groups):
+        if table is not None and table.matches(groups=optimizer.param_groups):
             return table
         self.make_masters(anew=True)  # the groups may hold the model's weights
-        if table is not None and table.holds(groups=optimizer.param_groups):
+        if table is not None and table.matches(groups=optimizer.param_groups):
             return table
         params = list(parameters(optimizer))
         names = self.parameter_names()

@@ -1,5 +1,5 @@
-// Storage in less than a value takes by itself. Written once, for a value F, which is float or a
-// SIMD vector, and its bits B (scalar.h).
+// Encoded storage: split masters, quantized states, and BF16 with stochastic rounding. Each format
+// is written once, for a value F, which is float or a SIMD vector, and its bits B (scalar.h).
 #pragma once
 
 #include <type_traits>
@@ -23,14 +23,14 @@ constexpr float kInteger = 12582912.0f;
 // --- split masters -------------------------------------------------------------------------------
 
 // An FP32 master as its half-precision model weight, `high`, and a `remainder`, a signed integer of
-// 16 bits. What is stored is limit(x); high() is then the weight, and remainder() has the remainder
+// 16 bits. The stored value is limit(x). high() gives its weight, and remainder() has the remainder
 // in its lower bits.
 template <DType>
 struct Split;
 
-// The remainder is what the bits of the master are beyond those of the weight, so every value comes
-// back. To an even weight 65,537 masters round, one too many: here a tie goes away from zero, and
-// the weight differs from the one rounded to even in one of 131,072 values.
+// The remainder is the difference between the bits of the master and those of the weight, so every
+// value comes back. 65,537 masters round to an even weight, one too many: here a tie goes away from
+// zero, and the weight differs from the one rounded to even in one of 131,072 values.
 template <>
 struct Split<DType::kRemainderBFloat16> {
   static constexpr DType kWeight = DType::kBFloat16;
@@ -50,7 +50,7 @@ struct Split<DType::kRemainderBFloat16> {
   HD static BitsOf<F> remainder(const F& x, const F& high) {
     return bits_of(x) - bits_of(high);
   }
-  // A weight that somebody made zero has a master of its sign, whatever the remainder is.
+  // A weight that was set to zero has a master of its sign, whatever the remainder is.
   template <class F>
   HD static F join(const F& high, const BitsOf<F>& remainder) {
     using B = BitsOf<F>;
@@ -59,8 +59,8 @@ struct Split<DType::kRemainderBFloat16> {
   }
 };
 
-// The remainder counts 2^-15 of the weight's unit in the last place. So masters from 2^-16 on come
-// back; below, they are multiples of 2^-39. A finite master is at most 65504, FP16's largest
+// The remainder counts 2^-15 of the weight's unit in the last place, so masters from 2^-16 on come
+// back. Smaller masters are multiples of 2^-39. A finite master is at most 65504, FP16's largest
 // number.
 template <>
 struct Split<DType::kRemainderFloat16> {
@@ -84,8 +84,8 @@ struct Split<DType::kRemainderFloat16> {
     const F count = (x - high) * from_bits(x, B(279u << 23) - exponent(high));
     return select_less(magnitude_of(high), B(kInfinityBits), bits_of(count + F(kInteger)), B(0u));
   }
-  // Beside a weight that somebody edited, the remainder may lead to a tie, or, where units become
-  // half as large below it, to another weight; not so below FP16's normal numbers, whose units are
+  // If the weight was edited, the remainder may lead to a tie, or, where units become half as large
+  // below it, to another weight. This cannot happen below FP16's normal numbers, whose units are
   // equal.
   template <class F>
   HD static F join(const F& high, const BitsOf<F>& remainder) {
@@ -98,7 +98,7 @@ struct Split<DType::kRemainderFloat16> {
   }
 
  private:
-  // The bits of a power of two: that of the weight, 2^-14 of a subnormal one.
+  // The bits of the weight's power of two, which is 2^-14 for a subnormal weight.
   template <class F>
   HD static BitsOf<F> exponent(const F& high) {
     using B = BitsOf<F>;
@@ -113,42 +113,43 @@ HD void with_split(DType dtype, const Run& run) {
   if (dtype == DType::kRemainderBFloat16) return run(Split<DType::kRemainderBFloat16>());
 }
 
-// The model weight beside the master x.
+// The model weight of the master x.
 template <class F>
-HD F weight_of(DType param, F x) {
+HD F model_weight_of(DType param, F x) {
   with_split(param, [&](auto split) HD_LAMBDA { x = split.high(split.limit(x)); });
   return x;
 }
 
-// --- codes of eight bits -------------------------------------------------------------------------
+// --- 8-bit quantized values ----------------------------------------------------------------------
 
-// So many neighbouring elements of a state share a scale, their largest magnitude (block-wise
-// quantization: Dettmers et al., arXiv:2110.02861). Blocks begin with the row, and a chunk is whole
-// ones.
+// kBlock neighbouring elements of a state share a scale, their largest magnitude (block-wise
+// quantization: Dettmers et al., arXiv:2110.02861). Blocks begin with the row, and a chunk is a
+// whole number of them.
 constexpr int kBlock = 128;
 
 HD constexpr int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
-// A code is a class of
-//   kSign    whether values have one
-//   Stored   int8_t or uint8_t, whose values decode() takes; of what encode() gives 8 bits count
-//   scale()  a block's scale, from the bits of its largest magnitude
-//   encoder()  what encode() takes with each value of the block, from its scale
-//   key()    the same of its rounding: from a hash of row, step, state and block. With each value
-//            comes what place_bits() makes of the key; or kNearest, to round to nearest.
+// A quantizer is a class with
+//   kSign      whether values have a sign
+//   Stored     int8_t or uint8_t, whose values decode() takes; encode() gives them in its lower 8
+//              bits
+//   scale()    a block's scale, from the bits of its largest magnitude
+//   encoder()  the factor that encode() takes with each value of the block, from the block's scale
+//   key()      the block's rounding key, from a hash of row, step, state and block. encode() takes
+//              its exclusive or with dither_bits() of each value; or kNearest, to round to nearest.
 // A NaN makes the whole block NaN. An infinite second moment, the square of a finite gradient,
 // makes the block infinite, so its steps are zero, as the element's are with FP32 states. An
 // infinite first moment is limited.
 
-// What rounds a block at random: each of kPlaces neighbours has another part of 0 to 2^20 (its
-// place's bits in reverse), and so it has in the exclusive or with a key. With a random key each
-// one is random, and the errors of neighbours nearly add up to zero.
-constexpr int kPlaces = 16;
-HD constexpr uint32_t place_bits(int i) {
+// The dither of stochastic rounding in a block: each of kDitherWidth neighbours has another part of
+// 0 to 2^20 (its position's bits in reverse), and still has after the exclusive or with a key. With
+// a random key each one is random, and the errors of neighbours nearly add up to zero.
+constexpr int kDitherWidth = 16;
+HD constexpr uint32_t dither_bits(int i) {
   return uint32_t((i & 1) << 3 | (i & 2) << 1 | (i & 4) >> 1 | (i & 8) >> 3) << 16;
 }
 
-// What is most of a block, as FP32 has it.
+// A block's largest magnitude as a scale in FP32.
 template <bool kSign>
 HD float block_scale(uint32_t largest) {
   constexpr uint32_t kSmallest = 0x00800000u;  // has a reciprocal
@@ -157,58 +158,59 @@ HD float block_scale(uint32_t largest) {
   return bits_float(largest == 0 || largest > kSmallest ? largest : kSmallest);
 }
 
-// Magnitudes are companded, so that small ones keep some digits: a code counts steps of a root of
-// the fraction of the scale, the square root for first moments and the fourth root for second ones,
-// of which Adam takes a square root itself. Nobody needs the true root: halving the bits of a
-// float, exponent and mantissa alike, gives one that is piecewise linear, and doubling them takes
-// it back. The codes of first moments then reach down to 2^-14 of the scale, those of second ones
-// to 2^-32; the upper two, or four, octaves have 32 codes each, the next ones half as many, and so
-// on. (Companding of moments: FlashOptim, arXiv:2602.23349.)
+// Magnitudes are companded, so that small ones keep some digits: a quantized value counts steps of
+// a root of the fraction of the scale, the square root for first moments and the fourth root for
+// second ones, of which Adam takes a square root itself. The true root is not needed: halving the
+// bits of a float, exponent and mantissa alike, gives a root that is piecewise linear, and doubling
+// them inverts it. First moments then reach down to 2^-14 of the scale, second ones to 2^-32. The
+// upper two, or four, octaves have 32 levels each, the next ones half as many, and so on.
+// (Companding of moments: FlashOptim, arXiv:2602.23349.)
 template <bool kHasSign>
-struct RootCode {
+struct RootQuantizer {
   static constexpr bool kSign = kHasSign;
   using Stored = std::conditional_t<kSign, int8_t, uint8_t>;
   static constexpr int kRoot = kSign ? 1 : 2;  // the 2^kRoot-th
   static constexpr uint32_t kOne = 0x3f800000u, kOffset = kOne - (kOne >> kRoot);
-  static constexpr float kCodes = kSign ? 127.0f : 255.0f;
+  static constexpr float kLevels = kSign ? 127.0f : 255.0f;
 
   HD static float scale(uint32_t largest) { return block_scale<kSign>(largest); }
   HD static float encoder(float scale) { return scale > 0 ? 1 / scale : 0.0f; }
 
-  static constexpr uint32_t kNearest = 0;  // in any case
+  static constexpr uint32_t kNearest = 0;  // always: this format rounds to nearest
   HD static uint32_t key(uint32_t) { return kNearest; }
 
-  // Codes of second moments begin at 1, also that of zero: where one is nearly zero beside a first
-  // moment that is not, the step would explode. (In a block of zeros alone the scale is zero, and
-  // so is what is decoded.)
+  // Quantized second moments begin at 1, also that of zero: a second moment near zero with a first
+  // moment that is not would make the step explode. (A block of zeros has scale zero, so it decodes
+  // to zeros.)
   template <class F>
   HD static BitsOf<F> encode(const F& x, const F& encoder, const BitsOf<F>&) {
     using B = BitsOf<F>;
     const F fraction = from_bits(x, magnitude_of(x)) * encoder;  // not finite: x is not
     const B root = shift_right<kRoot>(min_signed(bits_of(fraction), B(kOne))) + B(kOffset);
     const B with_sign = kSign ? blend(B(0x80000000u), bits_of(x), root) : root;
-    const B code = bits_of(fma(from_bits(x, with_sign), F(kCodes), F(kInteger)));
-    return (kSign ? code : max_signed(code, B(float_bits(kInteger) + 1))) & B(0xffu);
+    const B quantized = bits_of(fma(from_bits(x, with_sign), F(kLevels), F(kInteger)));
+    return (kSign ? quantized : max_signed(quantized, B(float_bits(kInteger) + 1))) & B(0xffu);
   }
   template <class F>
-  HD static F decode(const BitsOf<F>& code, const F& scale) {
+  HD static F decode(const BitsOf<F>& quantized, const F& scale) {
     using B = BitsOf<F>;
-    const B root = bits_of(to_float(scale, code) * F(1.0f / kCodes));
+    const B root = bits_of(to_float(scale, quantized) * F(1.0f / kLevels));
     const B fraction = shift_left<kRoot>(root - B(kOffset));
     if (!kSign) return from_bits(scale, fraction) * scale;
-    const F x = from_bits(scale, clear_without(B(~0u), code, fraction)) * scale;
+    const F x = from_bits(scale, clear_without(B(~0u), quantized, fraction)) * scale;
     return from_bits(x, blend(B(0x80000000u), root, bits_of(x)));
   }
 };
 
-// Floats of eight bits, of the fraction of the scale: with a sign e4m3, 4 bits of exponent and 3 of
-// mantissa; without one e5m3, as a second moment spans twice the octaves of its root. Code 0 is
-// zero and no other is subnormal, so fractions are from 2^-15, of second moments from 2^-31 on.
-// Below constant bits they are the bits of an FP32 value, so that integers code them. What is added
-// below the last digit rounds at random: a moment that changes by less than a code changes in the
-// mean. (To nearest, a second moment would stay what it is beside its block's largest.)
+// 8-bit floats of the fraction of the scale: with a sign e4m3, 4 bits of exponent and 3 of
+// mantissa; without one e5m3, as a second moment spans twice the octaves of its root. 0 is zero and
+// no other value is subnormal, so fractions start at 2^-15, and those of second moments at 2^-31.
+// Below constant bits they are the bits of an FP32 value, so integer arithmetic encodes them. Bits
+// added below the last digit round stochastically: a moment that changes by less than a step
+// changes in the mean. (Rounded to nearest, a second moment far below its block's largest would
+// never change.)
 template <bool kHasSign>
-struct FloatCode {
+struct FloatQuantizer {
   static constexpr bool kSign = kHasSign;
   using Stored = std::conditional_t<kSign, int8_t, uint8_t>;
   static constexpr uint32_t kZero = kSign ? 0x38000000u : 0x30000000u;  // the constant bits
@@ -216,13 +218,13 @@ struct FloatCode {
   static constexpr float kMost = 3.4028235e38f;  // of FP32
 
   HD static float scale(uint32_t largest) { return block_scale<kSign>(largest); }
-  // Not zero where the scale is infinite: infinity times zero is no number.
+  // Not zero where the scale is infinite: infinity times zero is NaN.
   HD static float encoder(float scale) {
     return !(scale > 0) ? 0.0f : 1 / (scale < kMost ? scale : kMost);
   }
 
-  // Without kZero. Not the outermost of 20 bits: a value that was decoded has its code again, also
-  // where its fraction was rounded.
+  // Without kZero. The outermost of the 20 bits are left out: a decoded value is encoded as before,
+  // also where its fraction was rounded.
   static constexpr uint32_t kNearest = 0x80000u - kZero;
   HD static uint32_t key(uint32_t hashed) { return ((hashed & 0xfffe0u) | 16) - kZero; }
 
@@ -232,31 +234,31 @@ struct FloatCode {
     const F fraction = x * encoder;
     const B magnitude = kSign ? magnitude_of(fraction) : bits_of(fraction);
     const B rounded = min_signed(magnitude, B(kOne)) + rounding;
-    const B code = shift_right<20>(max_signed(rounded, B(kSign ? 0u : 1u << 20)));
-    return kSign ? blend(B(0x80u), shift_right<24>(bits_of(x)), code) : code;
+    const B quantized = shift_right<20>(max_signed(rounded, B(kSign ? 0u : 1u << 20)));
+    return kSign ? blend(B(0x80u), shift_right<24>(bits_of(x)), quantized) : quantized;
   }
   template <class F>
-  HD static F decode(const BitsOf<F>& code, const F& scale) {
+  HD static F decode(const BitsOf<F>& quantized, const F& scale) {
     using B = BitsOf<F>;
-    const B bits = shift_left<20>(code);
+    const B bits = shift_left<20>(quantized);
     if (!kSign) return from_bits(scale, bits | B(kZero)) * scale;
     const B x = blend(B(0x87f00000u), bits, B(kZero));
-    return from_bits(scale, clear_without(B(0x7fu), code, x)) * scale;
+    return from_bits(scale, clear_without(B(0x7fu), quantized, x)) * scale;
   }
 };
 
-// Calls run(code) of a type of codes.
+// Calls run(quantizer) for a quantized type.
 template <class Run>
-HD void with_code(DType dtype, const Run& run) {
+HD void with_quantizer(DType dtype, const Run& run) {
   switch (dtype) {
     case DType::kSigned8:
-      return run(RootCode<true>());
+      return run(RootQuantizer<true>());
     case DType::kUnsigned8:
-      return run(RootCode<false>());
+      return run(RootQuantizer<false>());
     case DType::kE4M3:
-      return run(FloatCode<true>());
+      return run(FloatQuantizer<true>());
     case DType::kE5M3:
-      return run(FloatCode<false>());
+      return run(FloatQuantizer<false>());
     default:
       __builtin_unreachable();
   }
@@ -264,8 +266,8 @@ HD void with_code(DType dtype, const Run& run) {
 
 // --- stochastic rounding -------------------------------------------------------------------------
 
-// A hash of 32 bits with little bias (Wellons, "Prospecting for Hash Functions", 2018). What it
-// makes of a counter are the random bits: the same on any device, in any order, after a resume.
+// A hash of 32 bits with little bias (Wellons, "Prospecting for Hash Functions", 2018). The random
+// bits are hashes of a counter: the same on any device, in any order, after a resume.
 template <class B>
 HD B hash(B x) {
   x = (x ^ shift_right<16>(x)) * B(0x7feb352du);
@@ -273,21 +275,21 @@ HD B hash(B x) {
   return x ^ shift_right<16>(x);
 }
 
-// Of a row in its step `count`, and of the list in it that element `index` belongs to.
+// The keys of a row in its step `count`, and of the list in it that element `index` belongs to.
 HD uint32_t row_key(uint32_t seed, int64_t row, float count) {
   return hash(hash(hash(seed) + uint32_t(row)) + uint32_t(count));
 }
 HD uint32_t list_key(uint32_t row_key, int list, int64_t index) {
   return hash(row_key + uint32_t(list) * 0x9e3779b9u + uint32_t(index >> 32) * 0x85ebca6bu);
 }
-// Of the block of a list that begins with element `index`.
+// The hash of the block of a list that begins with element `index`.
 HD uint32_t block_hash(uint32_t row_key, int list, int64_t index) {
   return hash(list_key(row_key, list, index) ^ uint32_t(index));
 }
 
-// One of the two BF16 values around x, the nearer the likelier; in the mean, x.
+// One of the two BF16 values around x, the nearer the likelier; the mean is x.
 template <class F>
-HD F round_at_random(const F& x, const BitsOf<F>& random) {
+HD F stochastic_round(const F& x, const BitsOf<F>& random) {
   using B = BitsOf<F>;
   const B bits = bits_of(x), rounded = (bits + (random & B(0xffffu))) & B(0xffff0000u);
   return from_bits(x, select_less(magnitude_of(x), B(kInfinityBits), rounded, bits));

@@ -1,25 +1,25 @@
-// The value type of what a thread holds of neighbouring elements, under the names of scalar.h: a
-// branch is taken once for all of them, and their arithmetic, long chains each, runs side by side.
+// The value type of a thread's neighbouring elements, with the functions of scalar.h: a branch is
+// taken once for all of them, and their arithmetic, long chains each, runs in parallel.
 #pragma once
 
-#include "core/compact.h"
+#include "core/quantized.h"
 #include "core/scalar.h"
 
 namespace ampfuse {
 
 template <class T, int kWidth>
-struct Lanes {
+struct Vector {
   T lane[kWidth];
 
-  Lanes() = default;
-  HD explicit Lanes(T value) {
+  Vector() = default;
+  HD explicit Vector(T value) {
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) lane[k] = value;
   }
   // run(k) of each lane.
   template <class Run>
-  HD static Lanes of(const Run& run) {
-    Lanes made;
+  HD static Vector of(const Run& run) {
+    Vector made;
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) made.lane[k] = run(k);
     return made;
@@ -35,11 +35,11 @@ struct Lanes {
 };
 
 // A function of scalar.h, or an operator.
-#define AMPFUSE_LANEWISE(name)                                                                 \
-  template <class T, int kWidth, class... More>                                                \
-  HD auto name(const Lanes<T, kWidth>& a, const Lanes<More, kWidth>&... more) {                \
-    using Result = decltype(name(a.lane[0], more.lane[0]...));                                 \
-    return Lanes<Result, kWidth>::of([&](int k) { return name(a.lane[k], more.lane[k]...); }); \
+#define AMPFUSE_LANEWISE(name)                                                                  \
+  template <class T, int kWidth, class... More>                                                 \
+  HD auto name(const Vector<T, kWidth>& a, const Vector<More, kWidth>&... more) {               \
+    using Result = decltype(name(a.lane[0], more.lane[0]...));                                  \
+    return Vector<Result, kWidth>::of([&](int k) { return name(a.lane[k], more.lane[k]...); }); \
   }
 AMPFUSE_LANEWISE(fma)
 AMPFUSE_LANEWISE(max_nan)
@@ -54,10 +54,10 @@ AMPFUSE_LANEWISE(clear_without)
 AMPFUSE_LANEWISE(select_less)
 #undef AMPFUSE_LANEWISE
 
-#define AMPFUSE_LANEWISE(op)                                                              \
-  template <class T, int kWidth>                                                          \
-  HD Lanes<T, kWidth> operator op(const Lanes<T, kWidth>& a, const Lanes<T, kWidth>& b) { \
-    return Lanes<T, kWidth>::of([&](int k) { return a.lane[k] op b.lane[k]; });           \
+#define AMPFUSE_LANEWISE(op)                                                                 \
+  template <class T, int kWidth>                                                             \
+  HD Vector<T, kWidth> operator op(const Vector<T, kWidth>& a, const Vector<T, kWidth>& b) { \
+    return Vector<T, kWidth>::of([&](int k) { return a.lane[k] op b.lane[k]; });             \
   }
 AMPFUSE_LANEWISE(+)
 AMPFUSE_LANEWISE(-)
@@ -68,23 +68,23 @@ AMPFUSE_LANEWISE(^)
 #undef AMPFUSE_LANEWISE
 
 template <int kCount, int kWidth>
-HD Lanes<uint32_t, kWidth> shift_left(const Lanes<uint32_t, kWidth>& a) {
-  return Lanes<uint32_t, kWidth>::of([&](int k) { return a.lane[k] << kCount; });
+HD Vector<uint32_t, kWidth> shift_left(const Vector<uint32_t, kWidth>& a) {
+  return Vector<uint32_t, kWidth>::of([&](int k) { return a.lane[k] << kCount; });
 }
 template <int kCount, int kWidth>
-HD Lanes<uint32_t, kWidth> shift_right(const Lanes<uint32_t, kWidth>& a) {
-  return Lanes<uint32_t, kWidth>::of([&](int k) { return a.lane[k] >> kCount; });
+HD Vector<uint32_t, kWidth> shift_right(const Vector<uint32_t, kWidth>& a) {
+  return Vector<uint32_t, kWidth>::of([&](int k) { return a.lane[k] >> kCount; });
 }
 
 template <int kWidth>
-HD Lanes<float, kWidth> round_to(DType dtype, Lanes<float, kWidth> a) {
+HD Vector<float, kWidth> round_to(DType dtype, Vector<float, kWidth> a) {
   with_storage(dtype, [&](auto storage) {
     a = a.of([&](int k) { return storage.widen(storage.narrow(a.lane[k])); });
   });
   return a;
 }
 template <int kWidth>
-HD uint32_t differ_as(DType dtype, const Lanes<float, kWidth>& a, const Lanes<float, kWidth>& b) {
+HD uint32_t differ_as(DType dtype, const Vector<float, kWidth>& a, const Vector<float, kWidth>& b) {
   uint32_t mask = 0;
   with_storage(dtype, [&](auto storage) {
     mask = a.mask_of([&](int k) { return storage.narrow(a.lane[k]) != storage.narrow(b.lane[k]); });
@@ -92,21 +92,21 @@ HD uint32_t differ_as(DType dtype, const Lanes<float, kWidth>& a, const Lanes<fl
   return mask;
 }
 template <int kWidth>
-HD uint32_t below(const Lanes<float, kWidth>& a, float bound) {
+HD uint32_t below(const Vector<float, kWidth>& a, float bound) {
   return a.mask_of([&](int k) { return below(a.lane[k], bound); });
 }
 template <int kWidth>
-HD uint32_t above_zero(const Lanes<float, kWidth>& a) {
+HD uint32_t above_zero(const Vector<float, kWidth>& a) {
   return a.mask_of([&](int k) { return above_zero(a.lane[k]); });
 }
 template <int kWidth>
-HD Lanes<float, kWidth> keep(uint32_t bits, const Lanes<float, kWidth>& a) {
+HD Vector<float, kWidth> keep(uint32_t bits, const Vector<float, kWidth>& a) {
   return a.of([&](int k) { return keep(bits >> k, a.lane[k]); });
 }
 
 // Whether all magnitudes are in [2^-kExponent, 2^kExponent).
 template <int kExponent, int kWidth>
-HD bool magnitudes_within(const Lanes<float, kWidth>& a) {
+HD bool magnitudes_within(const Vector<float, kWidth>& a) {
   constexpr uint32_t kLow = uint32_t(127 - kExponent) << 24, kSpan = uint32_t(2 * kExponent) << 24;
   bool all = true;
 #pragma unroll
@@ -114,12 +114,12 @@ HD bool magnitudes_within(const Lanes<float, kWidth>& a) {
   return all;
 }
 
-// Division and square root by the instructions that nvcc makes of them, but for its branch at every
-// element, to what is slow and right for all values: here it is one for all lanes. In the ranges
-// asked for, no step over- or underflows, and nvcc's own check lets them pass.
+// Division and square root by the instructions that nvcc generates for them. nvcc branches at every
+// element, to a slow path that is right for all values; here it is one branch for all lanes. In the
+// ranges checked for, no step over- or underflows, and nvcc's own check lets them pass.
 template <int kWidth>
-HD Lanes<float, kWidth> quotient_of_usual(const Lanes<float, kWidth>& a,
-                                          const Lanes<float, kWidth>& b) {
+HD Vector<float, kWidth> quotient_of_usual(const Vector<float, kWidth>& a,
+                                           const Vector<float, kWidth>& b) {
   return a.of([&](int k) {
     const float over = a.lane[k], under = b.lane[k];
 #if defined(__CUDA_ARCH__)
@@ -134,14 +134,14 @@ HD Lanes<float, kWidth> quotient_of_usual(const Lanes<float, kWidth>& a,
   });
 }
 template <int kWidth>
-HD Lanes<float, kWidth> operator/(const Lanes<float, kWidth>& a, const Lanes<float, kWidth>& b) {
+HD Vector<float, kWidth> operator/(const Vector<float, kWidth>& a, const Vector<float, kWidth>& b) {
   if constexpr (kWidth > 1) {
     if (magnitudes_within<80>(a) && magnitudes_within<40>(b)) return quotient_of_usual(a, b);
   }
   return a.of([&](int k) { return a.lane[k] / b.lane[k]; });
 }
 template <int kWidth>
-HD Lanes<float, kWidth> sqrt(const Lanes<float, kWidth>& a) {
+HD Vector<float, kWidth> sqrt(const Vector<float, kWidth>& a) {
 #if defined(__CUDA_ARCH__)
   bool usual = true;
 #pragma unroll

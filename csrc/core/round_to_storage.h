@@ -1,16 +1,16 @@
-// Between an op and the stores of what it left: the values as the row's types hold them, where that
-// takes more than the value itself.
+// Rounding between an op and its stores, for types whose rounding takes more than the value itself:
+// BF16 with stochastic rounding, and split masters.
 #pragma once
 
 #include "core/table.h"
 
 namespace ampfuse {
 
-// `first`: of the elements x, counted from the first of the whole parameter; `lane`: each one's
-// distance from it.
+// `first`: the first element of x, counted from the start of the whole parameter; `lane`: the
+// distance of each element from it.
 template <unsigned kStored, class F, class Types>
-HD void settle(F (&x)[kLists], const Types& types, uint32_t row_key, int64_t first,
-               const BitsOf<F>& lane) {
+HD void round_to_storage(F (&x)[kLists], const Types& types, uint32_t row_key, int64_t first,
+                         const BitsOf<F>& lane) {
   const auto is_random = [&](int list) HD_LAMBDA {
     return ((kStored & (bit(kParam) | kStates)) & bit(list)) &&
            types(list) == DType::kRandomBFloat16;
@@ -22,8 +22,8 @@ HD void settle(F (&x)[kLists], const Types& types, uint32_t row_key, int64_t fir
     if (!first_is && !second_is) continue;
     const BitsOf<F> key(list_key(row_key, list, first));
     const BitsOf<F> random = hash((BitsOf<F>(uint32_t(first)) + lane) ^ key);
-    if (first_is) x[list] = round_at_random(x[list], random);
-    if (second_is) x[list + 1] = round_at_random(x[list + 1], shift_right<16>(random));
+    if (first_is) x[list] = stochastic_round(x[list], random);
+    if (second_is) x[list + 1] = stochastic_round(x[list + 1], shift_right<16>(random));
   }
   if (kStored & bit(kParam)) {
     with_split(types(kParam), [&](auto split) HD_LAMBDA {
