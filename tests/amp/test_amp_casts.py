@@ -731,7 +731,7 @@ def test_what_is_written_into_a_state_dict_and_lost_is_told(level):
     ((message, _), *_) = warnings_of(
         lambda: [write(average.state_dict(), model.state_dict()) for _ in range(2)]
     )
-    assert "state_dict() of this Conv2d is lost" in message
+    assert "state_dict() of this Conv2d has no effect" in message
     assert "ema_decay" in message
 
 

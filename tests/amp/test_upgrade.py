@@ -183,8 +183,9 @@ def test_add_param_group_takes_and_refuses_what_torch_does(level):
     with pytest.raises(TypeError, match="ordered"):
         training.optimizer.add_param_group({"params": set(nn.Linear(2, 2).parameters())})
     assert len(groups) == 2
-    named = torch.optim.SGD(nn.Linear(2, 2).named_parameters(), lr=0.1)
-    amp.initialize(nn.Linear(2, 2), named, opt_level=level, verbosity=0)
+    model = nn.Linear(2, 2)
+    named = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    amp.initialize(model, named, opt_level=level, verbosity=0)
     named.add_param_group({"params": list(nn.Linear(2, 2).half().named_parameters())})
     assert named.param_groups[1]["param_names"] == ["weight", "bias"]
     assert all(p.dtype == f32 for p in named.param_groups[1]["params"])

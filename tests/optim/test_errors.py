@@ -97,10 +97,8 @@ def test_parameters_on_several_devices():
 def test_levels_on_the_meta_device(level):
     net = torch.nn.Linear(3, 2, device="meta")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    meta = pytest.raises(RuntimeError, match=r"^weight is on the meta device.*Materialize it")
-    with meta, amp.scale_loss(torch.zeros(()), optimizer):
-        pass
+    with pytest.raises(RuntimeError, match=r"'weight' is on the meta device.*Materialize it"):
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
 
 
 @pytest.mark.parametrize("changed", ["shape", "strides"])

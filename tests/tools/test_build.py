@@ -310,7 +310,7 @@ def test_another_release_is_refused_at_import():
     with pytest.raises(ImportError) as error:
         _core.check_torch(["2.12.1", "2.13.0+cpu"], "2.14.1+cu130")
     message = str(error.value)
-    assert "compiled for torch 2.12, 2.13, but torch 2.14.1+cu130 is running" in message
+    assert "compiled for torch 2.12, 2.13, but torch 2.14.1+cu130 is installed" in message
     assert "pip install --no-cache-dir --force-reinstall --no-deps" in message
 
 
@@ -347,7 +347,7 @@ def test_libraries_show_nothing_but_their_interface():
     assert symbols(binding) == {f"PyInit_{_core.EXTENSION.__name__.rpartition('.')[2]}"}
     version = _core.build_info.VERSION
     core = binding.with_name(f"libampfuse-{version}.so")
-    functions = "algorithms storages cpu_backend cpu_isa cuda_archs cuda_backend cuda_versions"
+    functions = "algorithms attention_kernels storages cpu_backend cpu_isa cuda_archs cuda_backend cuda_versions"
     functions += " set_device_allocator set_parallel_for"
     found = symbols(core) - {f"AMPFUSE_{version}"}
     assert all(name.endswith(f"@@AMPFUSE_{version}") for name in found)
