@@ -227,6 +227,15 @@ def test_one_gpu_is_named_once(folder):
     assert figure.legends[0].get_title().get_text() == CPU
 
 
+def test_bars_of_one_gpu_are_named_by_the_axis(folder):
+    add_e1(folder, gpus=(CPU,), batches=(128,))
+    figure = make_plot.against_batch(rows_of(folder), "memory")
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == [*E1_METHODS]
+    assert not figure.legends
+    assert figure.get_supxlabel() == CPU
+    assert overlaps(figure) == []
+
+
 def test_one_batch_size_makes_bars(folder):
     add_e1(folder, batches=(128,))
     folder.add(gpu="A", method="O3", arm="O3", diverged=divergence(3))

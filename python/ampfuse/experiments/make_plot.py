@@ -207,7 +207,8 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     figure = Figure(figsize=(7.0, 3.8), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.grid(axis="both" if batches[1:] else "y", alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
     gpus = _different(line.gpu for line in found)
     width = 0.8 / len(gpus)  # of a bar; those of a method stand next to each other
     for line, style in zip(found, _styles_of(found), strict=True):
@@ -238,8 +239,8 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)  # room for the marker and cap at the top
     at = f", batch size {batches[0]}" if len(batches) == 1 else ""
     title = f"{_title_of(rows)}: {what}{at}" + ", mean ± standard deviation" * std
-    figure.suptitle(textwrap.fill(title, 84), fontsize=10)
-    _add_legend(figure, gpus)
+    figure.suptitle(textwrap.fill(title, 90), fontsize=10)
+    _add_legend(figure, gpus, of_bars=not batches[1:])
     return figure
 
 
@@ -259,9 +260,13 @@ def _styles_of(found: Sequence[Line]) -> list[dict[str, Any]]:
     return styles
 
 
-def _add_legend(figure: Figure, gpus: Sequence[str]) -> None:
-    """Below the axes, where it hides nothing; a single GPU is named once, above it."""
+def _add_legend(figure: Figure, gpus: Sequence[str], *, of_bars: bool) -> None:
+    """Below the axes, where it hides nothing; a single GPU is named once, above it, and alone where
+    the axis names the bars."""
     alone = gpus[0] if len(gpus) == 1 else ""
+    if of_bars and alone:
+        figure.supxlabel(textwrap.fill(alone, 80), fontsize=8)
+        return
     handles, labels = figure.axes[0].get_legend_handles_labels()
     labels = [textwrap.fill(label.removeprefix(f"{alone} "), 44) for label in labels]
     longest = max(len(part) for label in labels for part in label.split("\n"))
