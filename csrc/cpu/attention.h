@@ -1,7 +1,7 @@
-// What attention does on the CPU between two products of matrices: one kernel for each instruction
-// set. attention_<isa>.cpp defines what is declared here.
+// The elementwise parts of attention on the CPU, one kernel for each instruction set.
+// attention_<isa>.cpp defines what is declared here.
 //
-// Scores are FP32, q k^T without its scale; what the next product reads is BF16.
+// Scores are q k^T in FP32, without the scale. Results that the next product reads are BF16.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace ampfuse {
 
-// Rows of scores: of a row, the columns [begin(row), end(row)) count.
+// A block of scores. In a row, the columns [begin(row), end(row)) count.
 struct ScoreRows {
   int64_t rows, columns;
-  int64_t padded;  // columns of what is written; those that do not count are zero
+  int64_t padded;  // columns of the results; columns that do not count are zero
   int64_t stride;  // of all matrices here
   float scale;
-  // The first column (of `kFrom`) or the last (of `kUpTo`) of row 0; a row later, it is one more.
+  // The first column (kFrom) or the last one (kUpTo) of row 0; each row starts or ends one later.
   enum class Causal { kNo, kUpTo, kFrom } causal;
   int64_t diagonal;
 
@@ -50,7 +50,7 @@ struct AttentionKernel {
   static float dot(const uint16_t* x, const uint16_t* y, int64_t count);
 };
 
-// Those of the instruction set that runs.
+// The kernels of the instruction set that runs.
 struct AttentionKernels {
   decltype(&AttentionKernel<Scalar>::softmax) softmax;
   decltype(&AttentionKernel<Scalar>::gradient) gradient;

@@ -1,11 +1,11 @@
-// Attention as FlashAttention-2 computes it (Dao 2023): scores of a block at a time, in FP32, and
-// in the backward pass again from the logarithms of the sums. torch's own kernel multiplies blocks
-// of 32 to 64 queries by calls of oneDNN's matrix product, each of which takes as long to start as
-// to compute, and 3 to 4 times as long in the backward pass. Here a block is a tile of oneDNN's
-// small kernels ("brgemm"), which read the second factor in an order that is made once.
+// Attention by the algorithm of FlashAttention-2 (Dao 2023): the scores of one block at a time, in
+// FP32. The backward pass computes them again from the saved logarithms of the sums. torch's kernel
+// multiplies blocks of 32 to 64 queries by calls of oneDNN's matrix product, and starting a call
+// takes about as long as its arithmetic. Here a block is a tile of oneDNN's small kernels
+// ("brgemm"). They read their second factor in a packed order, which is made once for each head.
 //
-// Each head of each text is one thread's. The backward pass goes along the keys: scores are
-// transposed, so that the gradients of keys and values are products of what lies in rows.
+// One thread handles each head of each sequence. The backward pass walks along the keys with
+// transposed scores, so the gradients of keys and values are products of rows.
 
 #include "half_attention.h"
 
@@ -39,7 +39,7 @@ std::unique_ptr<T[]> buffer(int64_t count) {
   return std::unique_ptr<T[]>(new T[count]);
 }
 
-// One head's tokens, of which each is a row.
+// The tokens of one head, one per row.
 struct Rows {
   Bits* data;
   int64_t stride, count, width;
@@ -53,13 +53,14 @@ struct Rows {
   Bits* row(int64_t i) const { return data + i * stride; }
 };
 
-// The second factor of products: tiles of 64 columns, in which two neighbouring rows alternate.
+// The second factor of products: tiles of 64 columns. In a tile, elements of two neighbouring rows
+// alternate.
 class Packed {
  public:
   Packed(int64_t rows, int64_t columns)
       : tile_size_(even(rows) * kTile), data_(buffer<Bits>(tile_size_ * tiles(columns))) {}
 
-  // The matrix itself, or its rows [0, count) where it is a block.
+  // Packs the first `count` rows of a matrix.
   void rows_of(const Bits* from, int64_t stride, int64_t count, int64_t columns) {
     for (int64_t first = 0; first < columns; first += kTile) {
       const int64_t width = std::min(kTile, columns - first);
@@ -76,7 +77,7 @@ class Packed {
     }
   }
 
-  // The matrix whose columns are `rows`, of an even width.
+  // Packs the transpose of `rows`, which have an even width.
   void transpose_of(const Rows& rows) {
     for (int64_t i = 0; i < rows.count; ++i) {
       Bits* const to = tile(i) + i % kTile * 2;
@@ -88,8 +89,8 @@ class Packed {
     }
   }
 
-  // c = a b, or c += a b; b is rows [first_row, first_row + k) and columns [first, first + n) of
-  // this matrix, k even, the firsts multiples of a tile.
+  // c = a b, or c += a b. b is rows [first_row, first_row + k) and columns [first, first + n) of
+  // this matrix; k is even, first_row and first are multiples of kTile.
   void product(int64_t m, int64_t n, int64_t k, const Bits* a, int64_t a_stride, float* c,
                int64_t c_stride, bool add, int64_t first = 0, int64_t first_row = 0) const {
     for (int64_t j = 0; j < n; j += kTile)
@@ -159,7 +160,7 @@ void backward_of(const Problem& problem, const Rows& grad, const Rows& q, const 
     sums[i] = lse[i * lse_stride];
     delta[i] = problem.kernels.dot(grad.row(i), out.row(i), width);
   }
-  // The gradient of the queries, transposed.
+  // The gradient of the queries is accumulated transposed.
   const auto dq_transposed = buffer<float>(width * queries);
   std::fill_n(dq_transposed.get(), width * queries, 0.0f);
   const auto scores = buffer<float>(kTile * kBlock), dp = buffer<float>(kTile * kBlock);
@@ -191,7 +192,7 @@ void backward_of(const Problem& problem, const Rows& grad, const Rows& q, const 
                         queries, true);
     }
     for (int64_t row = 0; row < rows; ++row) {
-      if (begin >= queries) {  // after the last query: nothing reads this key
+      if (begin >= queries) {  // no query sees this key
         std::fill_n(dk.row(first + row), width, Bits(0));
         std::fill_n(dv.row(first + row), width, Bits(0));
         continue;
@@ -206,7 +207,7 @@ void backward_of(const Problem& problem, const Rows& grad, const Rows& q, const 
     for (int64_t c = 0; c < width; ++c) dq.row(i)[c] = halves[c * queries + i];
 }
 
-// Whether oneDNN has its small kernels on this CPU; torch has no other way to ask.
+// Whether oneDNN has small kernels for BF16 on this CPU. torch has no function that tells.
 bool has_tiles() {
   static const bool has = [] {
     const Bits a[4] = {}, b[2 * kTile] = {};
@@ -224,7 +225,7 @@ bool has_tiles() {
   return has;
 }
 
-// Whether the kernels here have this case; torch's have the others.
+// Whether this file handles the case; torch's kernel handles all others.
 bool is_ours(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p,
              const std::optional<Tensor>& mask) {
   const auto is_half = [](const Tensor& x) {
@@ -241,13 +242,14 @@ bool is_ours(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p
 
 Tensor in_rows(const Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); }
 
-// (batch, heads, tokens, width) as it lies in memory by tokens, as torch's gradients do.
+// An empty tensor of shape (batch, heads, tokens, width) in the memory order (batch, tokens, heads,
+// width), as torch's gradients have it.
 Tensor by_tokens(const Tensor& like) {
   return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options())
       .transpose(1, 2);
 }
 
-// run(head) for each head of each text.
+// Calls run(head) for each head of each sequence.
 template <class Run>
 void for_heads(const Tensor& q, const Run& run) {
   at::parallel_for(0, q.size(0) * q.size(1), 1, [&](int64_t begin, int64_t end) {
@@ -256,7 +258,7 @@ void for_heads(const Tensor& q, const Run& run) {
   });
 }
 
-// Where the logarithms of a head begin.
+// The logarithms of the sums of one head.
 float* of_head(const Tensor& lse, int64_t head) {
   return lse.data_ptr<float>() + head / lse.size(1) * lse.stride(0) +
          head % lse.size(1) * lse.stride(1);
