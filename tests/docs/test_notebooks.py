@@ -234,7 +234,7 @@ TEXTS = {
         r"ResNet-18, JPEG files: .*\d+% of the time",
         r"perceptron, FP32: .*\d+% of the time",
         r"- stale: updates .* are lost\..*\n +\d+% of the updates lost .*: .*1\.weight",
-        r"Nothing to be said against it\.\s*$",
+        r"No problem found\.\s*$",
     ],
 }
 PLAIN, STD = ("Time", "Memory"), ("Time (std)", "Memory (std)")
