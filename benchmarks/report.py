@@ -110,8 +110,8 @@ def report_of(rows: list[Row]) -> list[str]:
     return [*lines, conditions_of(rows)]
 
 
-def conditions_of(rows: list[Row]) -> str:
-    """Where, with what and when they were measured."""
+def conditions_of(rows: list[Row], *, spread: bool = True) -> str:
+    """Where, with what and when they were measured; and what cells have, with `spread` or not."""
     count = min(row.n for row in rows)
     of_row = [
         (r.hardware, r.isa, f"torch {r.torch}", f"ampfuse {r.ampfuse}", r.peer, r.date)
@@ -120,8 +120,8 @@ def conditions_of(rows: list[Row]) -> str:
     values = dict.fromkeys(value for column in zip(*of_row, strict=True) for value in column)
     return (
         f"{', '.join(filter(None, values))}. "
-        f"Median of {count}{' or more' * any(row.n > count for row in rows)}, "
-        "20th to 80th percentile."
+        f"Median of {count}{' or more' * any(row.n > count for row in rows)}"
+        f"{', 20th to 80th percentile' * spread}."
     )
 
 
@@ -209,8 +209,7 @@ def in_short(rows: list[Row]) -> list[str]:
         "",
         "The gain compares the fastest column of O5 with the fastest of torch.amp: ampfuse is "
         f"{said}.",
-        conditions_of([row for by in nets.values() for row in by.values()]).partition(", 20th")[0]
-        + ".",
+        conditions_of([row for by in nets.values() for row in by.values()], spread=False),
     ]
 
 

@@ -4,7 +4,10 @@ namespace ampfuse {
 
 AttentionKernels attention_kernels() {
   AttentionKernels kernels;
-  with_isa([&](auto isa) { kernels = attention_kernels_of<typename decltype(isa)::type>(); });
+  with_isa([&](auto isa) {
+    using Kernel = AttentionKernel<typename decltype(isa)::type>;
+    kernels = {&Kernel::softmax, &Kernel::gradient, &Kernel::narrow, &Kernel::dot};
+  });
   return kernels;
 }
 

@@ -11,22 +11,21 @@
 
 namespace ampfuse {
 
-// A block of scores. In a row, the columns [begin(row), end(row)) count.
+// A block of scores.
 struct ScoreRows {
   int64_t rows, columns;
   int64_t padded;  // columns of the results; columns that do not count are zero
   int64_t stride;  // of all matrices here
   float scale;
-  // The first column (kFrom) or the last one (kUpTo) of row 0; each row starts or ends one later.
-  enum class Causal { kNo, kUpTo, kFrom } causal;
-  int64_t diagonal;
+  bool is_causal;
+  int64_t diagonal;  // the column of row 0 where query and key are the same token
 
-  HD int64_t begin(int64_t row) const {
-    return causal == Causal::kFrom ? bounded(diagonal + row) : 0;
+  // Rows are queries: the columns of a row that count end here.
+  HD int64_t end(int64_t query) const {
+    return is_causal ? bounded(diagonal + query + 1) : columns;
   }
-  HD int64_t end(int64_t row) const {
-    return causal == Causal::kUpTo ? bounded(diagonal + row + 1) : columns;
-  }
+  // Rows are keys: the columns of a row that count begin here.
+  HD int64_t begin(int64_t key) const { return is_causal ? bounded(diagonal + key) : 0; }
 
  private:
   HD int64_t bounded(int64_t column) const {
@@ -58,11 +57,5 @@ struct AttentionKernels {
   decltype(&AttentionKernel<Scalar>::dot) dot;
 };
 AMPFUSE_API AttentionKernels attention_kernels();
-
-template <class Isa>
-constexpr AttentionKernels attention_kernels_of() {
-  using Kernel = AttentionKernel<Isa>;
-  return {&Kernel::softmax, &Kernel::gradient, &Kernel::narrow, &Kernel::dot};
-}
 
 }  // namespace ampfuse

@@ -3,17 +3,10 @@
 
 #include "attention.h"
 #include "core/exponent.h"
-#include "simd_scalar.h"
-#include "vector.h"
+#include "row_run.h"
 
 namespace ampfuse {
 namespace {
-
-// A bit for each lane of a vector that exists.
-template <bool kWhole>
-HD uint32_t lane_bits(int count) {
-  return kWhole ? 0xffffu : (1u << count) - 1;
-}
 
 // run(whole, c, count) for each vector of columns [begin, end).
 template <class F, class Run>
@@ -26,14 +19,12 @@ HD void for_vectors(int64_t begin, int64_t end, const Run& run) {
 template <DType kType, class F, bool kWhole, class T>
 HD F load(const T* data, int64_t c, int count) {
   using Lanes = typename F::template Lanes<kType>;
-  if constexpr (kWhole) return Lanes::widen(Lanes::load(data + c));
-  return Lanes::widen(Lanes::load_first(data + c, count));
+  return load_at<Lanes, F, kWhole>(reinterpret_cast<const char*>(data), c, 0, count);
 }
 template <bool kWhole, class F>
 HD void store_half(const F& x, uint16_t* data, int64_t c, int count) {
   using Lanes = typename F::template Lanes<DType::kBFloat16>;
-  if constexpr (kWhole) return Lanes::store(data + c, Lanes::narrow(x));
-  Lanes::store_first(data + c, Lanes::narrow(x), count);
+  store_at<Lanes, F, kWhole>(x, reinterpret_cast<char*>(data), c, 0, count);
 }
 
 // What each of 16 lanes has of a row, in the order of columns whatever the width of a vector.
@@ -76,7 +67,7 @@ void AttentionKernel<F>::softmax(const ScoreRows& block, const float* scores, ui
     const int64_t end = block.end(row);
     RowLanes16<F> highest(-__builtin_inff());
     for_vectors<F>(0, end, [&](auto whole, int64_t c, int count) HD_LAMBDA {
-      const uint32_t bits = lane_bits<whole>(count);
+      const uint32_t bits = column_bits<whole, F>(0, count);
       F x = load<kFloat, F, whole>(scores, c, count) * scale;
       if constexpr (!whole) x = keep(bits, x) + keep(~bits, F(-__builtin_inff()));
       highest.at(c) = max_nan(highest.at(c), x);
@@ -88,7 +79,7 @@ void AttentionKernel<F>::softmax(const ScoreRows& block, const float* scores, ui
       const F x = load<kFloat, F, whole>(scores, c, count);
       const F power = exponential(fma(x, scale, F(-max)));
       store_half<whole>(power, p, c, count);
-      sums.at(c) = sums.at(c) + keep(lane_bits<whole>(count), power);
+      sums.at(c) = sums.at(c) + keep(column_bits<whole, F>(0, count), power);
     });
     const float sum = sums.sum();
     clear(p, end, block.padded);
@@ -132,7 +123,7 @@ float AttentionKernel<F>::dot(const uint16_t* x, const uint16_t* y, int64_t coun
   RowLanes16<F> sums(0);
   for_vectors<F>(0, count, [&](auto whole, int64_t c, int lanes) HD_LAMBDA {
     const F product = load<kHalf, F, whole>(x, c, lanes) * load<kHalf, F, whole>(y, c, lanes);
-    sums.at(c) = sums.at(c) + keep(lane_bits<whole>(lanes), product);
+    sums.at(c) = sums.at(c) + keep(column_bits<whole, F>(0, lanes), product);
   });
   return sums.sum();
 }

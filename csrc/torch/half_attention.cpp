@@ -30,6 +30,7 @@ using Bits = uint16_t;  // of a BF16 value
 constexpr int64_t kTile = 64;       // columns of a tile, and rows of a block
 constexpr int64_t kBlock = 256;     // columns of a block of the backward pass
 constexpr int64_t kMaxWidth = 256;  // of a head
+constexpr Bits kZeros[kTile] = {};
 
 int64_t even(int64_t count) { return count + count % 2; }
 int64_t tiles(int64_t count) { return (count + kTile - 1) / kTile; }
@@ -39,14 +40,19 @@ std::unique_ptr<T[]> buffer(int64_t count) {
   return std::unique_ptr<T[]>(new T[count]);
 }
 
+// Where a head begins in a tensor of (batch, heads, ...).
+int64_t offset_of(const Tensor& tensor, int64_t head) {
+  const int64_t heads = tensor.size(1);
+  return head / heads * tensor.stride(0) + head % heads * tensor.stride(1);
+}
+
 // The tokens of one head, one per row.
 struct Rows {
   Bits* data;
   int64_t stride, count, width;
 
   Rows(const Tensor& tensor, int64_t head)
-      : data(reinterpret_cast<Bits*>(tensor.data_ptr<at::BFloat16>()) +
-             head / tensor.size(1) * tensor.stride(0) + head % tensor.size(1) * tensor.stride(1)),
+      : data(reinterpret_cast<Bits*>(tensor.data_ptr<at::BFloat16>()) + offset_of(tensor, head)),
         stride(tensor.stride(2)),
         count(tensor.size(2)),
         width(tensor.size(3)) {}
@@ -67,12 +73,8 @@ class Packed {
       for (int64_t row = 0; row < count; row += 2) {
         Bits* const to = tile(first) + row * kTile;
         const Bits* const even_row = from + row * stride + first;
-        if (row + 1 < count) {
-          const Bits* const odd_row = even_row + stride;
-          for (int64_t c = 0; c < width; ++c) to[2 * c] = even_row[c], to[2 * c + 1] = odd_row[c];
-        } else {
-          for (int64_t c = 0; c < width; ++c) to[2 * c] = even_row[c], to[2 * c + 1] = 0;
-        }
+        const Bits* const odd_row = row + 1 < count ? even_row + stride : kZeros;
+        for (int64_t c = 0; c < width; ++c) to[2 * c] = even_row[c], to[2 * c + 1] = odd_row[c];
       }
     }
   }
@@ -127,16 +129,13 @@ void forward_of(const Problem& problem, const Rows& q, const Rows& k, const Rows
   const auto p = buffer<Bits>(kTile * stride);
   for (int64_t first = 0; first < q.count; first += kTile) {
     const int64_t rows = std::min(kTile, q.count - first);
-    ScoreRows block{rows, k.count, 0, stride, problem.scale, ScoreRows::Causal::kNo, first};
-    if (problem.is_causal) {
-      block.columns = std::min(k.count, first + rows);
-      block.causal = ScoreRows::Causal::kUpTo;
-    }
-    block.padded = even(block.columns);
-    keys.product(rows, block.columns, q.width, q.row(first), q.stride, scores.get(), stride, false);
+    const int64_t columns = problem.is_causal ? std::min(k.count, first + rows) : k.count;
+    const int64_t padded = even(columns);
+    const ScoreRows block{rows, columns, padded, stride, problem.scale, problem.is_causal, first};
+    keys.product(rows, columns, q.width, q.row(first), q.stride, scores.get(), stride, false);
     float sums[kTile], inverse[kTile];
     problem.kernels.softmax(block, scores.get(), p.get(), sums, inverse);
-    values.product(rows, v.width, block.padded, p.get(), stride, scores.get(), v.width, false);
+    values.product(rows, v.width, padded, p.get(), stride, scores.get(), v.width, false);
     for (int64_t row = 0; row < rows; ++row) {
       problem.kernels.narrow(scores.get() + row * v.width, inverse[row], v.width,
                              out.row(first + row));
@@ -176,8 +175,8 @@ void backward_of(const Problem& problem, const Rows& grad, const Rows& q, const 
     const int64_t begin = problem.is_causal ? first : 0;
     for (int64_t column = begin; column < queries; column += kBlock) {
       const int64_t columns = std::min(kBlock, queries - column), padded = even(columns);
-      const auto causal = problem.is_causal ? ScoreRows::Causal::kFrom : ScoreRows::Causal::kNo;
-      const ScoreRows block{rows, columns, padded, kBlock, problem.scale, causal, first - column};
+      const ScoreRows block{rows,          columns,           padded,        kBlock,
+                            problem.scale, problem.is_causal, first - column};
       const bool add = column > begin;
       qs_transposed.product(rows, columns, width, k.row(first), k.stride, scores.get(), kBlock,
                             false, column);
@@ -260,8 +259,7 @@ void for_heads(const Tensor& q, const Run& run) {
 
 // The logarithms of the sums of one head.
 float* of_head(const Tensor& lse, int64_t head) {
-  return lse.data_ptr<float>() + head / lse.size(1) * lse.stride(0) +
-         head % lse.size(1) * lse.stride(1);
+  return lse.data_ptr<float>() + offset_of(lse, head);
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 
 namespace ampfuse {
 
-// Whether the kernels of half_ops.cpp and half_conv.cpp stand in for torch's.
+// Whether the kernels of half_ops.cpp, half_conv.cpp and half_attention.cpp stand in for torch's.
 bool half_ops();
 
 // Registers them with torch, for the process; or takes them back, and torch's dispatch tables are

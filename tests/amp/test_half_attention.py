@@ -8,17 +8,16 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampfuse import cpu_half_ops, hardware
-from convolutions import assert_torchs_own
+from ampfuse import cpu_half_ops
+from conftest import compilers
+from convolutions import NEEDS_BF16, assert_torchs_own
 from programs import python
 
 HALF = torch.bfloat16
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-pytestmark = pytest.mark.skipif(
-    not hardware.cpu_has_bf16(), reason="BF16 is computed in FP32 on this CPU"
-)
+pytestmark = NEEDS_BF16
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -209,7 +208,7 @@ def gradients(attend, case, **options):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@compilers
 def test_autograd_and_compiled_code_come_to_it(backend, dynamic):
     case = Case(70)
     _, _, *expected = case.results()

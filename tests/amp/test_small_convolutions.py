@@ -8,15 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import convolutions
-from ampfuse import cpu_half_ops, hardware
+from ampfuse import cpu_half_ops
 from convolutions import assert_torchs_own
 
 HALF = torch.bfloat16
 LAST = torch.channels_last
 
-pytestmark = pytest.mark.skipif(
-    not hardware.cpu_has_bf16(), reason="BF16 is computed in FP32 on this CPU"
-)
+pytestmark = convolutions.NEEDS_BF16
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -195,6 +195,7 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     column, what, unit = _KINDS[kind]
     mean, rows = f"{column}_mean", [row for row in rows if row["batch_size"]]
     batches = sorted({row["batch_size"] for row in rows if row[mean]})
+    are_bars = len(batches) == 1
     if not batches:
         raise NothingToDraw("the results have no values for this figure")
     found = lines([row for row in rows if row[mean] or row["diverged"]])
@@ -207,7 +208,7 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     figure = Figure(figsize=(7.0, 3.8), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="both" if batches[1:] else "y", alpha=0.25, linewidth=0.6)
+    axes.grid(axis="y" if are_bars else "both", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     gpus = _different(line.gpu for line in found)
     width = 0.8 / len(gpus)  # of a bar; those of a method stand next to each other
@@ -215,32 +216,32 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
         x, y, errors = [], [], []
         offset = (gpus.index(line.gpu) + 0.5) * width - 0.4
         for row in line.rows:
-            place = row["batch_size"] if batches[1:] else names.index(line.name) + offset
+            place = names.index(line.name) + offset if are_bars else row["batch_size"]
             if row[mean]:
                 x, y = [*x, place], [*y, row[mean]]
                 errors.append(row[f"{column}_std"] or 0.0)
             else:
                 said = f"  {row['method']} diverged"
                 axes.text(place, 0, said, rotation=90, va="bottom", fontsize=6.5)
-        if batches[1:]:
-            axes.errorbar(x, y, errors if std else None, **style)
-        else:
+        if are_bars:
             look = {name: style[name] for name in ("label", "color", "capsize")}
             axes.bar(x, y, width, yerr=errors if std else None, **look)
-    if len(batches) > 1:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
-        axes.xaxis.set_minor_locator(NullLocator())
-    else:
+        else:
+            axes.errorbar(x, y, errors if std else None, **style)
+    if are_bars:
         rotation = 90 if len(names) > 6 else 0
         axes.set_xticks(range(len(names)), names, rotation=rotation, fontsize=8)
         axes.margins(x=0.1)
-    axes.set(xlabel="batch size" if len(batches) > 1 else "", ylabel=f"{what}, {unit}")
+    else:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="" if are_bars else "batch size", ylabel=f"{what}, {unit}")
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)  # room for the marker and cap at the top
-    at = f", batch size {batches[0]}" if len(batches) == 1 else ""
+    at = f", batch size {batches[0]}" if are_bars else ""
     title = f"{_title_of(rows)}: {what}{at}" + ", mean ± standard deviation" * std
     figure.suptitle(textwrap.fill(title, 90), fontsize=10)
-    _add_legend(figure, gpus, of_bars=not batches[1:])
+    _add_legend(figure, gpus, of_bars=are_bars)
     return figure
 
 
@@ -293,12 +294,11 @@ def _title_of(rows: Sequence[Row]) -> str:
     conditions = [row["conditions"] for row in rows if row["source"] == "measured"]
     if not conditions:
         return f"{name}, published figures"
-    data = {
-        f"synthetic {_DATA.get(of['kind'], of['kind'])}"
-        if of["data"] == "synthetic"
-        else _DATA.get(of["data"], of["data"])
-        for of in conditions
-    }
+    data = set()
+    for of in conditions:
+        is_synthetic = of["data"] == "synthetic"
+        kind = of["kind"] if is_synthetic else of["data"]
+        data.add("synthetic " * is_synthetic + _DATA.get(kind, kind))
     return f"{name} on {data.pop()}" if len(data) == 1 else name
 
 
