@@ -1,5 +1,5 @@
-// The ops that a call can name. An optimizer is one line here and one in ops.h; both backends, the
-// Python module and the tests run over these lists.
+// The ops that a call can name, by their index in a list. ops.h has the lists: both backends, the
+// Python module and the tests run over them.
 #pragma once
 
 #include <vector>
@@ -12,67 +12,37 @@
 namespace ampfuse {
 
 template <class... Ops>
-struct OpList {};
+struct OpList {
+  static constexpr int kCount = sizeof...(Ops);
 
-// The optimizers, and what steps like one.
-// clang-format off
-using Algorithms = OpList<
-    struct NoOp,         // gradients alone: another optimizer steps
-    struct SgdOp,
-    struct AdamOp,       // AdamW too
-    struct AdagradOp,
-    struct NovoGradOp,
-    struct LambOp,
-    struct LionOp,
-    struct MuonOp,       // with matrix products between its stages
-    struct LambUpdateOp,  // LAMB in two calls
-    struct LayerwiseOp    // LARC in front of another's step
->;
-// clang-format on
+  template <class Op>
+  HD static constexpr int index_of() {
+    int index = 0, found = kCount;
+    ((__is_same(Op, Ops) ? void(found = index++) : void(index++)), ...);
+    return found;
+  }
+};
 
-// Plain maps over lists of tensors. kCheck: the mask of the lists that are checked, x is 1 and y 2.
-template <unsigned kCheck>
-struct AxpbyOp;
-template <int kFrom, int kTo>
-struct CopyOp;
-using PublishOp = CopyOp<kParam, kModel>;   // model weights from masters
-using JoinOp = CopyOp<kParam, kTarget>;     // values from split masters
-using SplitOp = CopyOp<kSource, kParam>;    // ... and back
-using DecodeOp = CopyOp<kState0, kTarget>;  // FP32 values from a quantized state
-using EncodeOp = CopyOp<kSource, kState0>;  // ... and back
-using MapOps = OpList<struct ScaleOp, AxpbyOp<1>, AxpbyOp<2>, AxpbyOp<3>, struct RefreshOp,
-                      PublishOp, JoinOp, SplitOp, DecodeOp, EncodeOp>;
+template <class... Ops, class... More>
+OpList<Ops..., More...> operator+(OpList<Ops...>, OpList<More...>);
 
 // One op of a list, chosen when running: Algorithm::of<AdamOp>().
 template <class List>
-class Choice;
-
-template <class... Ops>
-class Choice<OpList<Ops...>> {
+class Choice {
  public:
-  static constexpr int kCount = sizeof...(Ops);
-
   constexpr Choice() = default;  // the first
   HD constexpr explicit Choice(int index) : index_(index) {}
 
   template <class Op>
   HD static constexpr Choice of() {
-    return Choice(index_of<Op, Ops...>());
+    static_assert(List::template index_of<Op>() < List::kCount, "the op is not in the list");
+    return Choice(List::template index_of<Op>());
   }
   HD constexpr int index() const { return index_; }
   HD constexpr bool operator==(Choice other) const { return index_ == other.index_; }
   HD constexpr bool operator!=(Choice other) const { return index_ != other.index_; }
 
  private:
-  template <class Op, class First, class... Rest>
-  HD static constexpr int index_of() {
-    if constexpr (__is_same(Op, First)) {
-      return 0;
-    } else {
-      return 1 + index_of<Op, Rest...>();
-    }
-  }
-
   int index_ = 0;
 };
 
@@ -87,13 +57,20 @@ struct Type {
 #pragma nv_exec_check_disable
 #endif
 template <class... Ops, class Run>
-HD void visit(Choice<OpList<Ops...>> choice, const Run& run) {
+HD void visit(OpList<Ops...>, int chosen, const Run& run) {
   int index = 0;
-  ((choice.index() == index++ ? run(Type<Ops>()) : void()), ...);
+  ((chosen == index++ ? run(Type<Ops>()) : void()), ...);
+}
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <class List, class Run>
+HD void visit(Choice<List> choice, const Run& run) {
+  visit(List(), choice.index(), run);
 }
 
-using Algorithm = Choice<Algorithms>;
-using MapOp = Choice<MapOps>;
+using Algorithm = Choice<struct Algorithms>;
+using MapOp = Choice<struct MapOps>;
 
 // What callers must know about an algorithm, from its op.
 struct AlgorithmInfo {

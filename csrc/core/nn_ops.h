@@ -8,9 +8,6 @@
 
 namespace ampfuse {
 
-template <class... Ops, class... More>
-OpList<Ops..., More...> operator+(OpList<Ops...>, OpList<More...>);
-
 using NnOps =
     decltype(OpList<>() + activation_ops() + batch_norm_ops() + cross_entropy_ops() + norm_ops());
 

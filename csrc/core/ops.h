@@ -1,4 +1,4 @@
-// All ops of optimizers and lists.
+// All ops of optimizers and lists. An optimizer is an include and a name here.
 #pragma once
 
 #include "core/algorithms.h"
@@ -15,3 +15,26 @@
 #include "core/ops/op.h"
 #include "core/ops/param_norm.h"
 #include "core/ops/sgd.h"
+
+namespace ampfuse {
+
+// The optimizers, and what steps like one.
+// clang-format off
+struct Algorithms : OpList<
+    NoOp,         // gradients alone: another optimizer steps
+    SgdOp,
+    AdamOp,       // AdamW too
+    AdagradOp,
+    NovoGradOp,
+    LambOp,
+    LionOp,
+    MuonOp,       // with matrix products between its stages
+    LambUpdateOp,  // LAMB in two calls
+    LayerwiseOp    // LARC in front of another's step
+> {};
+// clang-format on
+
+// Plain maps over lists of tensors.
+struct MapOps : decltype(arithmetic_ops() + masters_ops()) {};
+
+}  // namespace ampfuse

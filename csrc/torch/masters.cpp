@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/ops/masters.h"
+#include "core/ops.h"
 #include "torch_backend.h"
 
 namespace ampfuse {

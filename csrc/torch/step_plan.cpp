@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <pybind11/pybind11.h>
 
+#include "core/ops.h"
 #include "shards.h"
 #include "torch_backend.h"
 

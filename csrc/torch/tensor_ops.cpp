@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include "core/backend.h"
+#include "core/ops.h"
 #include "schema.h"
 #include "torch_backend.h"
 

@@ -505,7 +505,7 @@ TEST(maps) {
     row.types[kModel] = i % 5 == 0 ? kAbsent : kTypes[i % 3];
     rows.push_back(row);
   }
-  for (int index = 0; index < MapOp::kCount; ++index) {
+  for (int index = 0; index < MapOps::kCount; ++index) {
     const MapOp op(index);
     unsigned checked = 0;
     visit(op, [&](auto type) { checked = decltype(type)::type::kChecked; });

@@ -120,7 +120,7 @@ void compare(const ImageRows& image, unsigned absent) {
 
 TEST(nn_ops) {
   int variant = 0;
-  for (int op = 0; op < Choice<NnOps>::kCount; ++op) {
+  for (int op = 0; op < NnOps::kCount; ++op) {
     visit(NnOp{op}, [&](auto type) {
       using Op = typename decltype(type)::type;
       for (const DType dtype : {kF32, kF16, kBF16}) {

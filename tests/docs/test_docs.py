@@ -239,9 +239,16 @@ def test_the_loop_on_shards_goes_on_on_any_number_of_ranks(tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_samples_are_of_this_version(page):
     """What commands print; the conditions of a measurement are in no block."""
-    for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+    for block in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         versions = set(re.findall(r"ampfuse (\d+\.\d+\.\d+)", block))
         assert versions <= {build_info.VERSION}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_name_their_language(page):
+    """Without one, the site colours shell commands and output as Python."""
+    fences = re.findall(r"^ *```(.*)$", page.read_text(), re.MULTILINE)
+    assert all(fences[::2])
 
 
 def test_what_others_have_and_ampfuse_too_is_not_denied():

@@ -40,6 +40,12 @@ struct CopyOp : RowOp<CopyOp<kFrom, kTo>> {
   }
 };
 
+using PublishOp = CopyOp<kParam, kModel>;   // model weights from masters
+using JoinOp = CopyOp<kParam, kTarget>;     // values from split masters
+using SplitOp = CopyOp<kSource, kParam>;    // ... and back
+using DecodeOp = CopyOp<kState0, kTarget>;  // FP32 values from a quantized state
+using EncodeOp = CopyOp<kSource, kState0>;  // ... and back
+
 using masters_ops = OpList<RefreshOp, PublishOp, JoinOp, SplitOp, DecodeOp, EncodeOp>;
 
 }  // namespace ampfuse
