@@ -2,6 +2,7 @@
 // Python module and the tests run over them.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "core/dtype.h"
@@ -18,7 +19,7 @@ struct OpList {
   template <class Op>
   HD static constexpr int index_of() {
     int index = 0, found = kCount;
-    ((__is_same(Op, Ops) ? void(found = index++) : void(index++)), ...);
+    ((std::is_same_v<Op, Ops> ? void(found = index++) : void(index++)), ...);
     return found;
   }
 };

@@ -73,6 +73,10 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
+  // The device that the calls of this thread work on from now on. The core's runtime need not
+  // follow the caller's.
+  virtual void set_device(int) {}
+
   // Reads every gradient once. v = kGrad * (scaled ? 1 / scale : 1) + kAccumulated; v goes to
   // kGradOut where a row has one, and into the sum of squares.
   virtual void inspect(Table& table, const InspectArgs& args, void* stream) = 0;

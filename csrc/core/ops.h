@@ -35,6 +35,6 @@ struct Algorithms : OpList<
 // clang-format on
 
 // Plain maps over lists of tensors.
-struct MapOps : decltype(arithmetic_ops() + masters_ops()) {};
+struct MapOps : decltype(arithmetic_ops() + masters_ops()){};
 
 }  // namespace ampfuse

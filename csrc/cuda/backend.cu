@@ -35,6 +35,8 @@ __global__ void merge_kernel(RankResults found) {
 
 class CudaBackend : public Backend {
  public:
+  void set_device(int index) override { CUDA_CHECK(cudaSetDevice(index)); }
+
   void inspect(Table& table, const InspectArgs& args, void* stream) override {
     const TableUse use(table, cudaStream_t(stream));
     ampfuse::inspect(use.pass(), args);

@@ -30,10 +30,14 @@ struct Orphans {
     const std::lock_guard<std::mutex> lock(mutex);
     memory.push_back(p);
   }
+  // Without the lock, which the graph's thread takes: cudaFree may wait for the device.
   void free_all() {
-    const std::lock_guard<std::mutex> lock(mutex);
-    for (void* p : memory) (void)cudaFree(p);
-    memory.clear();
+    std::vector<void*> freed;
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      freed.swap(memory);
+    }
+    for (void* p : freed) (void)cudaFree(p);
   }
 };
 
@@ -52,7 +56,7 @@ std::shared_ptr<void> allocate_for_graph(size_t bytes) {
 // or allocate. Our calls do not affect that capture.
 class AllowUnsafeCalls {
  public:
-  AllowUnsafeCalls() { CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  AllowUnsafeCalls() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
   ~AllowUnsafeCalls() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
   AllowUnsafeCalls(const AllowUnsafeCalls&) = delete;
   AllowUnsafeCalls& operator=(const AllowUnsafeCalls&) = delete;
@@ -74,7 +78,21 @@ class PinnedRing {
     cudaEvent_t copied = nullptr;
   };
 
-  // A buffer of at least `bytes`. The caller records `copied` after the copy.
+  // While copies from a buffer are queued; also one that fails leaves those before it.
+  class Use {
+   public:
+    Use(Buffer& buffer, cudaStream_t stream) : buffer_(buffer), stream_(stream) {}
+    ~Use() { (void)cudaEventRecord(buffer_.copied, stream_); }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+    char* memory() const { return buffer_.memory; }
+
+   private:
+    Buffer& buffer_;
+    cudaStream_t stream_;
+  };
+
+  // A buffer of at least `bytes`.
   Buffer& take(size_t bytes) {
     bool free = !buffers_.empty() && done(buffers_[next_]);
     if (!free && buffers_.size() < kMaxBuffers) {
@@ -144,8 +162,8 @@ class Carver {
   size_t used_ = 0;
 };
 
-// The columns that the host fills come first. Columns that change together are neighbours: which
-// gradients a pass reads, and whether they are scaled.
+// Columns that change together are neighbours: which gradients a pass reads, and whether they are
+// scaled. Returns the bytes of `memory`, which has the scratch memory too if there is none yet.
 size_t lay_out(DeviceColumns& columns, void* memory, const TableView& host) {
   Carver carver(memory);
   TableView& view = columns.view;
@@ -160,19 +178,24 @@ size_t lay_out(DeviceColumns& columns, void* memory, const TableView& host) {
   view.first_chunk = carver.take<int64_t>(host.rows + 1);
   view.chunks = carver.take<Chunk>(host.chunk_count);
   if (memory != nullptr) columns.image.assign(carver.used(), 0);
-  view.coefs = carver.take<RowCoef>(host.rows);
-  view.partials = carver.take<Partial>(kMeasures * host.chunk_count);
-  view.norms = carver.take<float>(kMeasures * host.rows);
-  columns.tickets = carver.take<unsigned>(host.rows + 1);
+  Carver own(columns.scratch.get());
+  Carver& scratch = columns.scratch ? own : carver;
+  view.coefs = scratch.take<RowCoef>(host.rows);
+  view.partials = scratch.take<Partial>(kMeasures * host.chunk_count);
+  view.norms = scratch.take<float>(kMeasures * host.rows);
+  columns.tickets = scratch.take<unsigned>(host.rows + 1);
   return carver.used();
 }
 
 // Zeroes the columns, as those of a new host table are, and the tickets.
-DeviceColumns make_columns(const TableView& host, Allocate allocate, cudaStream_t stream) {
+DeviceColumns make_columns(const TableView& host, Allocate allocate, cudaStream_t stream,
+                           std::shared_ptr<void> scratch = nullptr) {
   DeviceColumns columns;
+  columns.scratch = std::move(scratch);
   const size_t bytes = lay_out(columns, nullptr, host);
   columns.memory = allocate(bytes);
   lay_out(columns, columns.memory.get(), host);
+  if (!columns.scratch) columns.scratch = {columns.memory, columns.view.coefs};
   CUDA_CHECK(cudaMemsetAsync(columns.memory.get(), 0, bytes, stream));
   return columns;
 }
@@ -204,8 +227,8 @@ class Upload {
     for (const Span& span : spans_) bytes += span.end - span.begin;
     PinnedRing& ring = pinned_ring();
     const std::lock_guard<std::mutex> lock(ring.mutex);
-    PinnedRing::Buffer& buffer = ring.take(bytes);
-    char* staged = buffer.memory;
+    const PinnedRing::Use use(ring.take(bytes), stream);
+    char* staged = use.memory();
     for (const Span& span : spans_) {
       const size_t size = span.end - span.begin;
       std::memcpy(staged, columns_.image.data() + span.begin, size);
@@ -213,7 +236,6 @@ class Upload {
           cudaMemcpyAsync(device() + span.begin, staged, size, cudaMemcpyHostToDevice, stream));
       staged += size;
     }
-    CUDA_CHECK(cudaEventRecord(buffer.copied, stream));
   }
 
  private:
@@ -288,20 +310,27 @@ Capture current_capture(cudaStream_t stream) {
 }
 
 // Columns that belong to the graph being captured; see note [captured tables].
-DeviceColumns capture_columns(const TableView& host, const Capture& capture) {
+DeviceColumns capture_columns(const TableView& host, const Capture& capture,
+                              std::shared_ptr<void> scratch) {
   cudaStream_t side = nullptr;
   CUDA_CHECK(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
   const std::unique_ptr<CUstream_st, void (*)(cudaStream_t)> owner(
       side, [](cudaStream_t s) { (void)cudaStreamDestroy(s); });
-  DeviceColumns columns = make_columns(host, allocate_for_graph, side);
+  DeviceColumns columns = make_columns(host, allocate_for_graph, side, std::move(scratch));
   upload(columns, host, {}, side);
   CUDA_CHECK(cudaStreamSynchronize(side));
 
+  using Owned = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
+  auto owned = std::make_unique<Owned>(columns.memory, columns.scratch);
+  const auto destroy = [](void* last) { delete static_cast<Owned*>(last); };
   cudaUserObject_t object = nullptr;
-  const auto destroy = [](void* owned) { delete static_cast<std::shared_ptr<void>*>(owned); };
-  CUDA_CHECK(cudaUserObjectCreate(&object, new std::shared_ptr<void>(columns.memory), destroy, 1,
-                                  cudaUserObjectNoDestructorSync));
-  CUDA_CHECK(cudaGraphRetainUserObject(capture.graph, object, 1, cudaGraphUserObjectMove));
+  CUDA_CHECK(
+      cudaUserObjectCreate(&object, owned.get(), destroy, 1, cudaUserObjectNoDestructorSync));
+  (void)owned.release();
+  const cudaError_t retained =
+      cudaGraphRetainUserObject(capture.graph, object, 1, cudaGraphUserObjectMove);
+  if (retained != cudaSuccess) (void)cudaUserObjectRelease(object, 1);
+  CUDA_CHECK(retained);
   return columns;
 }
 
@@ -314,10 +343,12 @@ void set_device_allocator(Allocate allocate) {
 // --- DeviceTable ---------------------------------------------------------------------------------
 
 DeviceTable::~DeviceTable() {
+  const AllowUnsafeCalls allowed;
   // The allocator may reuse the memory in the order of the stream it was made on; work on other
   // streams may still run.
   if (changed_stream_) (void)cudaEventSynchronize(last_use_);
   if (last_use_ != nullptr) (void)cudaEventDestroy(last_use_);
+  eager_ = captured_ = {};
 }
 
 const DeviceColumns& DeviceTable::acquire(Table& table, cudaStream_t stream) {
@@ -335,8 +366,9 @@ const DeviceColumns& DeviceTable::acquire(Table& table, cudaStream_t stream) {
   const bool changed = table.changed_lists != 0 || table.changed_scaled || table.changed_hyper;
   note_changes(table);
   if (capture_ != capture.id || changed) {
-    DeviceColumns columns = capture_columns(table.view(), capture);
-    captured_ = std::move(columns);
+    auto scratch = capture_ == capture.id ? captured_.scratch : nullptr;
+    capture_ = 0;  // until there are columns
+    captured_ = capture_columns(table.view(), capture, std::move(scratch));
     capture_ = capture.id;
   }
   return captured_;
@@ -346,7 +378,7 @@ void DeviceTable::release(cudaStream_t stream) {
   if (capture_ != 0) return;
   if (last_use_ == nullptr) (void)cudaEventCreateWithFlags(&last_use_, cudaEventDisableTiming);
   (void)cudaEventRecord(last_use_, stream);
-  last_stream_ = stream;
+  last_stream_ = stream_;
   used_ = true;
 }
 
@@ -359,7 +391,8 @@ void DeviceTable::note_changes(Table& table) {
 }
 
 void DeviceTable::wait_for_last_use(cudaStream_t stream) {
-  if (!used_ || stream == last_stream_) return;
+  CUDA_CHECK(cudaStreamGetId(stream, &stream_));
+  if (!used_ || stream_ == last_stream_) return;
   CUDA_CHECK(cudaStreamWaitEvent(stream, last_use_, 0));
   changed_stream_ = true;
 }
@@ -369,15 +402,15 @@ void DeviceTable::upload_changes(const Table& table, cudaStream_t stream) {
   Changes changes;
   if (eager_.memory == nullptr) {
     eager_ = make_columns(host, allocate_device, stream);
+  } else if (is_stale_) {
+    eager_.image.assign(eager_.image.size(), 0);
+    CUDA_CHECK(cudaMemsetAsync(eager_.memory.get(), 0, eager_.image.size(), stream));
   } else {
     changes = {pending_lists_, pending_scaled_, pending_hyper_, false};
   }
-  try {
-    upload(eager_, host, changes, stream);
-  } catch (...) {
-    eager_ = {};  // its image is ahead of the device's memory
-    throw;
-  }
+  is_stale_ = true;  // if the upload fails, the image is ahead of the device's memory
+  upload(eager_, host, changes, stream);
+  is_stale_ = false;
   pending_lists_ = 0;
   pending_scaled_ = pending_hyper_ = false;
 }

@@ -4,8 +4,10 @@
 // host again at every replay, long after the staging buffer was reused; and columns shared between
 // a graph and eager steps would give the graph the last upload of an eager step. So each capture
 // gets its own columns, filled once, outside the graph, and given to the graph as a user object
-// that dies with it. Their memory does not come from the allocator of the capture, whose pool may
-// hand the graph an address that an earlier node of the same graph writes again at every replay.
+// that dies with it. A change of the table within the capture makes new columns. Their scratch
+// memory stays: a later kernel reads there what an earlier one has written. None of this memory
+// comes from the allocator of the capture, whose pool may hand the graph an address that an earlier
+// node of the same graph writes again at every replay.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,12 +20,11 @@
 
 namespace ampfuse {
 
-// One set of columns with its scratch memory.
+// The columns that the host fills, and scratch memory for the kernels.
 struct DeviceColumns {
-  std::shared_ptr<void> memory;
-  std::vector<char>
-      image;       // the columns that the host fills, as the device has them: its first bytes
-  TableView view;  // every pointer is into `memory`
+  std::shared_ptr<void> memory, scratch;
+  std::vector<char> image;  // what the device has in `memory`
+  TableView view;           // every pointer is into `memory` or `scratch`
   // Blocks that have arrived, of each row and of the table; zero between launches.
   unsigned* tickets = nullptr;  // [rows + 1]
   unsigned present = 0;         // lists that some row has
@@ -45,11 +46,12 @@ class DeviceTable : public TableCache {
   void wait_for_last_use(cudaStream_t stream);
 
   DeviceColumns eager_;
+  bool is_stale_ = false;  // an upload failed: nobody knows what `eager_` has
   unsigned pending_lists_ = 0;
   bool pending_scaled_ = false, pending_hyper_ = false;
 
   cudaEvent_t last_use_ = nullptr;
-  cudaStream_t last_stream_ = nullptr;
+  unsigned long long stream_ = 0, last_stream_ = 0;  // ids: a handle may be used again
   bool used_ = false, changed_stream_ = false;
 
   DeviceColumns captured_;

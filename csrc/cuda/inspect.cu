@@ -76,7 +76,7 @@ __device__ __attribute__((noinline)) void finish_inspection(const TableView& vie
 
 template <unsigned kMissing>
 __global__ void __launch_bounds__(kLanes, kMissing != 0 ? 4 : 2)
-    inspect_kernel(const __grid_constant__ TableView view, const __grid_constant__ InspectArgs args,
+    inspect_kernel(const GRID_CONSTANT TableView view, const GRID_CONSTANT InspectArgs args,
                    unsigned* tickets) {
   const RowNorms rows{args.row_norms, args.row_largest};
   if (rows.wanted()) finish_empty_rows(view, 1, rows);

@@ -8,6 +8,13 @@
 
 #include "core/check.h"
 
+// A parameter that a kernel reads where it was passed. GPUs before Volta copy it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#define GRID_CONSTANT
+#else
+#define GRID_CONSTANT __grid_constant__
+#endif
+
 namespace ampfuse {
 
 inline void check_cuda(cudaError_t status, const char* what, const char* file, int line) {

@@ -21,6 +21,7 @@ DeviceScope::DeviceScope(at::Device device) : guard_(device) {
   TORCH_CHECK(backend_, "ampfuse was built without CUDA, but got tensors on ", device,
               ". Reinstall it where nvcc is found or can be installed: AMPFUSE_CUDA=ON pip "
               "install ampfuse");
+  backend_->set_device(guard_.current_device().index());
   stream_ = reinterpret_cast<void*>(
       c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle());
 }

@@ -1,6 +1,7 @@
 """The tests of the torch-free core (tests/cpp), which are a program of their own."""
 
 import os
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -54,8 +55,22 @@ def test_narrower_instruction_sets(isa):
     run(PROGRAM, AMPFUSE_CPU_ISA=isa)
 
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@needs_compiler
+@pytest.mark.parametrize(("arch", "is_qualified"), [(600, False), (610, False), (700, True)])
+def test_grid_constants_are_for_volta_and_later(arch, is_qualified):
+    """The toolkits here compile for no GPU that old; they only preprocess."""
+    options = ("-std=c++17", f"-D__CUDA_ARCH__={arch}", "-Itests/host_cuda", "-Icsrc")
+    command = ["g++", "-E", "-P", "-x", "c++", *options, "csrc/cuda/inspect.cu"]
+    code = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    (qualifiers,) = re.findall(r"inspect_kernel\(const (.*?)TableView", code)
+    assert bool(qualifiers) == is_qualified
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@needs_compiler
 def test_cpp_under_sanitizers(tmp_path):
     """No access out of bounds and nothing undefined, on both backends."""
 

@@ -112,20 +112,142 @@ static std::shared_ptr<void> allocate_on_owner(size_t bytes) {
 }
 
 TEST(a_table_dies_while_another_stream_uses_it) {
-  Pair pair(adam_rows());
-  {
-    const Deferred deferred;
-    const Stream first, second;
-    owner = first;
-    set_device_allocator(allocate_on_owner);
-    pair.cpu.step(Algorithm::of<AdamOp>());
-    pair.cpu.step(Algorithm::of<AdamOp>());
-    pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, first);
-    pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, second);
-    pair.gpu.table->cache.reset();
-    set_device_allocator(nullptr);
+  for (const bool another_captures : {false, true}) {
+    Pair pair(adam_rows());
+    {
+      const Deferred deferred;
+      const Stream first, second, other;
+      owner = first;
+      set_device_allocator(allocate_on_owner);
+      pair.cpu.step(Algorithm::of<AdamOp>());
+      pair.cpu.step(Algorithm::of<AdamOp>());
+      pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, first);
+      pair.gpu.step(Algorithm::of<AdamOp>(), 1.0, true, second);
+      cudaGraph_t graph = nullptr;
+      if (another_captures) cuda(cudaStreamBeginCapture(other, cudaStreamCaptureModeGlobal));
+      pair.gpu.table->cache.reset();
+      if (another_captures) {
+        cuda(cudaStreamEndCapture(other, &graph));
+        cuda(cudaGraphDestroy(graph));
+      }
+      set_device_allocator(nullptr);
+    }
+    pair.expect_same();
   }
+}
+
+TEST(a_new_stream_has_the_handle_of_an_old_one) {
+  Pair pair(adam_rows());
+  Steps cpu(pair.cpu, 2), gpu(pair.gpu, 2);
+  const Deferred deferred;
+  cudaStream_t handle = nullptr;
+  {
+    const Stream first;
+    handle = first;
+    gpu.step(0, first);
+  }
+  const Stream second;
+  EXPECT(second == handle);
+  gpu.step(1, second);
+  cuda(cudaStreamSynchronize(second));
+  for (const int step : {0, 1}) cpu.step(step);
   pair.expect_same();
+}
+
+// Each call of the runtime fails once, while a table is uploaded: the next call works as if nothing
+// had been, and no memory is lost.
+TEST(a_failing_call_leaves_nothing_behind) {
+  const std::vector<RowSpec> rows(300, adam_rows()[1]);  // columns too far apart for one copy
+  for (const bool captures : {false, true}) {
+    bool failed = true;
+    for (int calls = 0; failed; ++calls) {
+      Pair pair(rows);
+      const Stream stream;
+      pair.both([&](World& world) { world.inspect(world.on_cuda ? stream.handle : nullptr); });
+      const int64_t allocations = emulation::live_allocations();
+      pair.both([&](World& world) {
+        world.table->set_scaled(0, false);
+        RowHyper hyper = rows[0].hyper;
+        hyper.lr = 0.5;
+        world.table->set_hyper(1, 2, hyper);
+      });
+      {
+        const Deferred deferred;
+        cudaGraph_t graph = nullptr;
+        if (captures) cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+        emulation::fail_after(calls);
+        failed = false;
+        try {
+          pair.gpu.inspect(stream);
+        } catch (const std::runtime_error&) {
+          failed = true;
+        }
+        emulation::fail_after(-1);
+        if (captures) {
+          cuda(cudaStreamEndCapture(stream, &graph));
+          cuda(cudaGraphDestroy(graph));
+        }
+        if (failed || captures) pair.gpu.inspect(stream);
+      }
+      EXPECT(calls > 0 || failed);
+      pair.cpu.inspect();
+      pair.expect_same();
+      World(true, adam_rows()).inspect();  // frees what a graph left behind
+      EXPECT(emulation::live_allocations() == allocations, calls,
+             " calls: ", emulation::live_allocations(), " and ", allocations);
+    }
+  }
+}
+
+// What an inspection leaves for the update is there after a list is set between the two.
+TEST(a_list_is_set_within_a_captured_step) {
+  std::vector<RowSpec> rows(3);
+  for (int i = 0; i < 3; ++i) {
+    rows[size_t(i)].numel = 100 + i;
+    rows[size_t(i)].types[kGrad] = rows[size_t(i)].types[kParam] = kF32;
+    RowHyper& hyper = rows[size_t(i)].hyper;
+    hyper.lr = 0.1;
+    hyper.trust_coefficient = 0.02;
+    hyper.flags = kLayerwise;
+    hyper.algorithm = Algorithm::of<LayerwiseOp>().index();
+  }
+  Pair pair(rows);
+  const auto scale_gradients = [](World& world, void* stream) {
+    Preparation preparation;
+    preparation.state = world.state.get();
+    RowColumns& columns = preparation.columns;
+    columns.steps = world.steps.get();
+    columns.grad_norms = world.row_norms.get();
+    columns.param_norms = world.param_norms.get();
+    for (int64_t row = 0; row < world.rows(); ++row)
+      world.table->set(kGradOut, row, nullptr, kAbsent);
+    world.backend().measure_params(*world.table, world.param_norms.get(), stream);
+    world.inspect(stream, preparation);
+    for (int64_t row = 0; row < world.rows(); ++row) world.alias(row, kGradOut, kGrad);
+    world.backend().update(*world.table, Algorithm::of<LayerwiseOp>(), preparation.state, nullptr,
+                           stream);
+  };
+  scale_gradients(pair.cpu, nullptr);
+  const Stream stream;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  scale_gradients(pair.gpu, stream);
+  cuda(cudaStreamEndCapture(stream, &graph));
+  cuda(cudaGraphInstantiate(&exec, graph, 0));
+  cuda(cudaGraphDestroy(graph));
+  cuda(cudaGraphLaunch(exec, stream));
+  cuda(cudaGraphExecDestroy(exec));
+  pair.expect_same();
+}
+
+TEST(calls_are_on_the_device_of_their_tensors) {
+  for (const int device : {1, 0}) {
+    cuda_backend()->set_device(device);
+    int found = -1;
+    cuda(cudaGetDevice(&found));
+    EXPECT(found == device, found);
+  }
 }
 
 TEST(uploads_are_only_of_what_changed) {
@@ -217,6 +339,7 @@ TEST(an_upload_waits_only_for_a_full_ring) {
 TEST(capture_eager_replay) {
   Pair pair(adam_rows());
   Steps cpu(pair.cpu, 4), gpu(pair.gpu, 4);
+  World(true, adam_rows()).inspect();  // frees what graphs of other tests left behind
   const int64_t allocations = emulation::live_allocations();
   std::vector<int> history;
   {

@@ -5,6 +5,9 @@
 // Streams run their work at once, or, after emulation::set_deferred(true), only when someone waits
 // for it: then a staging buffer that is reused too early, or a stream that does not wait for
 // another, gives wrong results.
+//
+// The handle of a destroyed stream is the next one's. A call that a capture forbids ends the
+// capture.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +26,7 @@
 #define __host__
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
-#define __grid_constant__
+#define __grid_constant__ __attribute__((unused))
 
 // --- what device code uses -----------------------------------------------------------------------
 
@@ -106,6 +109,7 @@ enum cudaError_t {
   cudaErrorNoKernelImageForDevice = 209,
   cudaErrorNotReady = 600,
   cudaErrorStreamCaptureUnsupported = 900,
+  cudaErrorStreamCaptureInvalidated = 901,
 };
 const char* cudaGetErrorName(cudaError_t error);
 const char* cudaGetErrorString(cudaError_t error);
@@ -129,6 +133,7 @@ inline cudaError_t cudaDriverGetVersion(int* version) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceSynchronize();
 
 cudaError_t cudaMalloc(void** memory, size_t bytes);
@@ -141,6 +146,7 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t 
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
@@ -161,6 +167,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* owned, cudaHostFn_t destroy,
                                  unsigned references, unsigned flags);
+cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned count);
 cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count,
                                       unsigned flags);
 
@@ -177,6 +184,8 @@ int64_t launch_count();      // kernels launched so far
 int64_t copy_count();        // copies queued so far
 int64_t wait_count();        // calls in which the host waits for the device
 int64_t live_allocations();  // of device memory
+// After `calls` more calls that can fail, one does; negative: none.
+void fail_after(int calls);
 cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, size_t argument_bytes,
                            std::function<void()> thread);
 

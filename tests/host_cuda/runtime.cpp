@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdlib>
 #include <deque>
 #include <map>
@@ -15,6 +16,7 @@ struct CUgraph_st {
   std::vector<Work> nodes;
   std::vector<std::shared_ptr<CUuserObject_st>> objects;
   unsigned long long id = 0;
+  bool valid = true;
 };
 
 struct CUgraphExec_st {
@@ -27,8 +29,10 @@ struct CUuserObject_st {
   ~CUuserObject_st() { destroy(owned); }
 };
 
+// A handle is only a name: see Runtime::streams.
 struct CUstream_st {
   std::deque<Work> queue;
+  unsigned long long id = 0;
   int64_t issued = 0, done = 0;
   CUgraph_st* capture = nullptr;
 
@@ -52,12 +56,15 @@ namespace {
 // One lock for everything: the stand-in is for right results, not for speed.
 struct Runtime {
   std::recursive_mutex mutex;
-  std::set<std::shared_ptr<CUstream_st>> streams;
+  std::map<cudaStream_t, std::shared_ptr<CUstream_st>> streams;
+  std::vector<cudaStream_t> free_handles;
+  std::vector<std::shared_ptr<CUstream_st>> destroyed;  // with work that has not run yet
   std::shared_ptr<CUstream_st> default_stream = std::make_shared<CUstream_st>();
   std::set<void*> device_memory, pinned_memory;
   bool deferred = false;
-  int captures = 0;
-  unsigned long long next_capture = 1;
+  std::vector<CUgraph_st*> captures;
+  unsigned long long next_id = 1;
+  int fails_after = -1;
   int64_t launches = 0, copies = 0, waits = 0;
 };
 
@@ -78,14 +85,20 @@ cudaError_t result(cudaError_t error) {
 
 // A capture in global mode forbids calls that allocate or wait, unless this thread has relaxed its
 // mode.
-bool forbidden() { return runtime().captures > 0 && capture_mode != cudaStreamCaptureModeRelaxed; }
+bool forbidden() {
+  if (runtime().captures.empty() || capture_mode == cudaStreamCaptureModeRelaxed) return false;
+  for (CUgraph_st* graph : runtime().captures) graph->valid = false;
+  return true;
+}
+
+bool fails() { return runtime().fails_after >= 0 && runtime().fails_after-- == 0; }
 
 std::shared_ptr<CUstream_st> find(cudaStream_t handle) {
   if (handle == nullptr) return runtime().default_stream;
-  for (const auto& stream : runtime().streams) {
-    if (stream.get() == handle) return stream;
-  }
-  throw std::runtime_error("emulation: a stream that does not exist, or does no longer");
+  const auto stream = runtime().streams.find(handle);
+  if (stream == runtime().streams.end())
+    throw std::runtime_error("emulation: a stream that does not exist, or does no longer");
+  return stream->second;
 }
 
 void enqueue(cudaStream_t handle, Work work) {
@@ -101,7 +114,9 @@ void enqueue(cudaStream_t handle, Work work) {
 
 void run_everything() {
   runtime().default_stream->run_until(runtime().default_stream->issued);
-  for (const auto& stream : runtime().streams) stream->run_until(stream->issued);
+  for (const auto& [_, stream] : runtime().streams) stream->run_until(stream->issued);
+  for (const auto& stream : runtime().destroyed) stream->run_until(stream->issued);
+  runtime().destroyed.clear();
 }
 
 }  // namespace
@@ -116,14 +131,21 @@ const char* cudaGetErrorName(cudaError_t error) {
       {cudaErrorNoKernelImageForDevice, "cudaErrorNoKernelImageForDevice"},
       {cudaErrorNotReady, "cudaErrorNotReady"},
       {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported"},
+      {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated"},
   };
   return names.at(error);
 }
 const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 
+static thread_local int current_device = 0;
+
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = current_device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  current_device = device;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
@@ -138,6 +160,7 @@ cudaError_t cudaDeviceSynchronize() {
 
 static cudaError_t allocate(void** memory, size_t bytes, std::set<void*>& registry) {
   const Lock lock(runtime().mutex);
+  if (fails()) return result(cudaErrorMemoryAllocation);
   if (forbidden()) return result(cudaErrorStreamCaptureUnsupported);
   if (posix_memalign(memory, 256, bytes) != 0) return result(cudaErrorMemoryAllocation);
   std::memset(*memory, 0xcd, bytes);  // no zeros that nobody wrote
@@ -167,12 +190,14 @@ cudaError_t cudaFreeHost(void* memory) { return release(memory, runtime().pinned
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t stream) {
   const Lock lock(runtime().mutex);
+  if (fails()) return result(cudaErrorInvalidValue);
   ++runtime().copies;
   enqueue(stream, [=] { std::memcpy(to, from, bytes); });
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
   const Lock lock(runtime().mutex);
+  if (fails()) return result(cudaErrorInvalidValue);
   enqueue(stream, [=] { std::memset(memory, value, bytes); });
   return cudaSuccess;
 }
@@ -181,14 +206,24 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t 
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   const Lock lock(runtime().mutex);
-  *stream = runtime().streams.insert(std::make_shared<CUstream_st>()).first->get();
+  if (fails()) return result(cudaErrorMemoryAllocation);
+  auto& handles = runtime().free_handles;
+  if (handles.empty()) handles.push_back(new CUstream_st);
+  *stream = handles.back();
+  handles.pop_back();
+  (runtime().streams[*stream] = std::make_shared<CUstream_st>())->id = runtime().next_id++;
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   const Lock lock(runtime().mutex);
-  const auto stream = find(handle);
-  stream->run_until(stream->issued);
-  runtime().streams.erase(stream);
+  runtime().destroyed.push_back(find(handle));
+  runtime().streams.erase(handle);
+  runtime().free_handles.push_back(handle);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetId(cudaStream_t handle, unsigned long long* id) {
+  const Lock lock(runtime().mutex);
+  *id = find(handle)->id;
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
@@ -200,6 +235,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  if (fails()) return result(cudaErrorMemoryAllocation);
   *event = new CUevent_st;
   return cudaSuccess;
 }
@@ -246,8 +282,8 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
   if (handle == nullptr || stream->capture != nullptr)
     return result(cudaErrorStreamCaptureUnsupported);
   stream->capture = new CUgraph_st;
-  stream->capture->id = runtime().next_capture++;
-  ++runtime().captures;
+  stream->capture->id = runtime().next_id++;
+  runtime().captures.push_back(stream->capture);
   return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
@@ -255,8 +291,11 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   const auto stream = find(handle);
   if (stream->capture == nullptr) return result(cudaErrorInvalidValue);
   *graph = std::exchange(stream->capture, nullptr);
-  --runtime().captures;
-  return cudaSuccess;
+  auto& captures = runtime().captures;
+  captures.erase(std::find(captures.begin(), captures.end(), *graph));
+  if ((*graph)->valid) return cudaSuccess;
+  delete std::exchange(*graph, nullptr);
+  return result(cudaErrorStreamCaptureInvalidated);
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status,
                                      unsigned long long* id, cudaGraph_t* graph) {
@@ -287,11 +326,17 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
 }
 cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* owned, cudaHostFn_t destroy,
                                  unsigned, unsigned) {
+  if (fails()) return result(cudaErrorMemoryAllocation);
   *object = new CUuserObject_st{owned, destroy};
+  return cudaSuccess;
+}
+cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned) {
+  delete object;
   return cudaSuccess;
 }
 cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned,
                                       unsigned) {
+  if (fails()) return result(cudaErrorMemoryAllocation);
   graph->objects.emplace_back(object);
   return cudaSuccess;
 }
@@ -307,6 +352,7 @@ void set_deferred(bool deferred) {
   runtime().deferred = deferred;
 }
 
+void fail_after(int calls) { runtime().fails_after = calls; }
 int64_t launch_count() { return runtime().launches; }
 int64_t copy_count() { return runtime().copies; }
 int64_t wait_count() { return runtime().waits; }
