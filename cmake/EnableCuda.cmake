@@ -96,9 +96,9 @@ if(NOT archs OR archs STREQUAL "native")
   endif()
 endif()
 
-# Nothing in the kernels is one architecture's own, so the PTX of the oldest serves all of them and is
-# compiled once. It is kept, for GPUs of other architectures and later ones. Pascal has PTX of its
-# own: what is compiled from that keeps Pascal's scheduling of threads wherever it runs.
+# The PTX of the oldest architecture of a generation serves all of it, is compiled once, and is kept
+# for other GPUs and later ones. The generations: Pascal, whose scheduling of threads its PTX keeps
+# wherever it runs; Volta and Turing; and what has instructions for BF16.
 string(REGEX REPLACE "[ ,]+" ";" archs "${archs}")
 set(all)
 set(real)
@@ -114,19 +114,16 @@ foreach(arch IN LISTS archs)
 endforeach()
 list(REMOVE_DUPLICATES all)
 list(SORT all COMPARE NATURAL)
-set(pascal ${all})
-list(FILTER pascal INCLUDE REGEX "^6")
-set(later ${all})
-list(FILTER later EXCLUDE REGEX "^6")
-
 set(AMPFUSE_CUDA_CODE)
-foreach(generation IN ITEMS pascal later)
-  if(NOT ${generation})
+foreach(pattern IN ITEMS "^6" "^7" "^[189]")
+  set(generation ${all})
+  list(FILTER generation INCLUDE REGEX "${pattern}")
+  if(NOT generation)
     continue()
   endif()
-  list(GET ${generation} 0 oldest)
+  list(GET generation 0 oldest)
   set(code compute_${oldest})
-  foreach(arch IN LISTS ${generation})
+  foreach(arch IN LISTS generation)
     if(arch IN_LIST real)
       string(APPEND code ",sm_${arch}")
     endif()
