@@ -66,7 +66,7 @@ help:
 
 demo: $(STAMPS)/demo
 	$(PY) -m ampfuse demo $(DEMO_ARGS)
-	@echo "Next: README.md shows the five lines that change in a training script; make test runs the tests."
+	@echo "Next: README.md shows the three lines that change in a training script; make test runs the tests."
 
 test: $(STAMPS)/test
 	$(PY) -m pytest $(TEST_ARGS)
