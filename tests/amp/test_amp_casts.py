@@ -738,7 +738,8 @@ def test_what_is_written_into_a_state_dict_and_lost_is_told(level):
 def test_initializing_a_model_again_replaces_the_casts():
     model = net("O2")
     before = type(model), len(model._state_dict_hooks)
-    amp.initialize(model, opt_level="O5", verbosity=0)
+    with pytest.warns(UserWarning, match="already has 4 half-precision"):
+        amp.initialize(model, opt_level="O5", verbosity=0)
     assert (type(model), len(model._state_dict_hooks)) == before
     assert model.fc.weight.dtype == bf16
     model(images())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ampfuse
+from ampfuse import amp
 from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
 
 inf, nan = math.inf, math.nan
@@ -340,6 +341,30 @@ def test_disabled(kind):
     assert one.w.item() == 0.75
     assert scaler.state_dict() == {}
     assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4"])
+def test_torchs_scaler_in_place_of_scale_loss(level):
+    """Where there are no masters, which it does not see: the same steps, as a scale is exact."""
+    weights = []
+    for scaler in (None, torchs(init_scale=256.0)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(3, 4)).float().square().sum()
+            if scaler:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+        weights.append(model.weight.detach())
+    assert torch.equal(*weights)
 
 
 @pytest.mark.filterwarnings("error")

@@ -312,6 +312,25 @@ def test_half_models_on_request_and_frozen():
     amp.initialize(frozen, sgd(frozen[1]), **options)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("earlier", ["O2", "O5"])
+def test_half_weights_of_an_earlier_call_at_another_level(earlier, level):
+    model = nn.Linear(4, 4)
+    amp.initialize(model, sgd(model), opt_level=earlier, verbosity=0)
+
+    def again():
+        amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+
+    if level in ("O1", "O4"):
+        with pytest.raises(RuntimeError, match=f"'weight' is .*float16, but {level} trains FP32"):
+            again()
+    elif level == earlier or {earlier, level} == {"O2", "O3"}:
+        again()
+    else:
+        with pytest.warns(UserWarning, match="already has 2 half-precision"):
+            again()
+
+
 # --- scale_loss: what it yields and leaves behind -------------------------------------------
 
 

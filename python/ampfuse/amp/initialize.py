@@ -286,12 +286,13 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_half_parameters(models: list[nn.Module], policy: Policy, allow: bool) -> None:
-    """Half parameters that an earlier call did not make: masters of them lack digits."""
-    fresh = [model for model in models if not is_installed(model)]
+    """Half parameters, except those that an earlier call at such a level made, lack digits."""
+    installed = [model for model in models if is_installed(model)]
+    made = {id(p) for _, p in _named_parameters(installed) if p.dtype == policy.weights_type}
     half = [
         (name, parameter.dtype)
-        for name, parameter in _named_parameters(fresh)
-        if parameter.dtype in HALF_DTYPES and parameter.requires_grad
+        for name, parameter in _named_parameters(models)
+        if parameter.dtype in HALF_DTYPES and parameter.requires_grad and id(parameter) not in made
     ]
     if not half or allow:
         return
