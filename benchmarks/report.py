@@ -198,7 +198,7 @@ def times_table(
 
 
 def in_short(rows: list[Row]) -> list[str]:
-    """The table of five nets, and a sentence on who is faster: beyond the spread of both, in bold."""
+    """The table of five nets, and a sentence on who is faster, beyond the spread of both."""
     nets = {net: by for net, by in by_net(rows).items() if net.split(" (")[0] in _DRAWN}
     found: dict[str, list[str]] = {"faster": [], "as fast within the spread": [], "slower": []}
     for net, by in nets.items():
