@@ -36,7 +36,7 @@ def listed(section, call, level=""):
 @pytest.fixture(scope="module")
 def changes():
     """By call, the names of what it changed, as lists."""
-    result = python(ROOT / "tests" / "changes.py")
+    result = python(ROOT / "tests" / "docs" / "changes.py")
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
