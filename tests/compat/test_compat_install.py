@@ -45,12 +45,14 @@ def test_every_module_is_there_under_both_names():
     import apex.normalization.fused_layer_norm
     import apex.optimizers
     import apex_C
+    import fused_adam_cuda
     from apex.amp import _amp_state
     from apex.amp._amp_state import master_params, maybe_print, warn_or_err
     from apex.parallel.distributed import flat_dist_call
 
     assert apex is compat
     assert (amp_C, apex_C) == (compat.amp_C, compat.apex_C)
+    assert fused_adam_cuda is compat.fused_adam_cuda
     assert apex.amp.scaler.LossScaler is compat.amp.scaler.LossScaler
     assert apex.amp._amp_state is _amp_state is compat.amp._amp_state
     assert not hasattr(_amp_state, "_amp_state")

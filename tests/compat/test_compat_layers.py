@@ -41,6 +41,20 @@ def test_mlp_is_linear_layers(bias, activation):
             torch.testing.assert_close(p.grad, expected[p.shape])
 
 
+@pytest.mark.parametrize("function", [False, True])
+def test_mlp_at_o2(function):
+    model, x = mlp.MLP([4, 8, 3]), torch.randn(5, 4)
+    exact = model(x)
+    model = apex.amp.initialize(model, opt_level="O2", verbosity=0)
+    assert {p.dtype for p in model.parameters()} == {f16}
+    args = True, model.activation, x.half(), *model.weights, *model.biases
+    out = mlp.MlpFunction.apply(*args) if function else model(x)
+    assert out.dtype == (f16 if function else torch.float32)
+    torch.testing.assert_close(out.float(), exact, rtol=1e-2, atol=1e-2)
+    out.float().sum().backward()
+    assert all(p.grad.dtype == f16 and p.grad.any() for p in model.parameters())
+
+
 def test_mlp_starts_as_apexs_and_refuses_what_it_refused():
     torch.manual_seed(0)
     model = mlp.MLP([200, 300])
@@ -88,7 +102,14 @@ def test_weight_norm_of_one_weight_in_half():
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).half()
     apply_weight_norm(net, "1.weight")
     assert set(net.state_dict()) == {"0.weight", "0.bias", "1.weight_g", "1.weight_v", "1.bias"}
-    assert net(torch.ones(2, 4, dtype=f16)).dtype == f16
+    optimizer = apex.fp16_utils.FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    before = net[1].weight.detach().clone()
+    out = net(torch.ones(2, 4, dtype=f16))
+    assert out.dtype == f16
+    optimizer.backward(out.float().square().sum())
+    optimizer.step()
+    net(torch.ones(2, 4, dtype=f16))
+    assert not torch.equal(net[1].weight, before)
     with pytest.raises(ValueError, match="nothing"):
         remove_weight_norm(net, "nothing")
     remove_weight_norm(net[1], "weight")

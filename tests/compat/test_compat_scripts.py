@@ -1,4 +1,4 @@
-"""Scripts written for apex run as they are, in three ways, and reach the loss they had without."""
+"""Scripts written for apex run unchanged, in three ways, and reach their loss without amp."""
 
 import re
 import runpy
@@ -16,7 +16,7 @@ from programs import python, ranks
 SCRIPTS = Path(__file__).parent / "scripts"
 
 # script: (arguments without amp, {arguments with amp: tolerance}). The tolerance is absolute, on
-# losses that start at 1.4 to 2.6; a GAN's move apart faster.
+# losses that start at 1.1 to 2.6; those of a GAN move apart faster.
 CASES = {
     "imagenet": (
         "--no-amp",
@@ -33,27 +33,7 @@ CASES = {
         {f"--opt-level {level}": 0.002 for level in LEVELS}
         | {"--allreduce_post_accumulation_fp16": 0.002},
     ),
-    "fairseq_style": (
-        "--no-apex",
-        {"": 1e-5, "--fp16": 0.005} | {f"--opt-level {level}": 0.01 for level in LEVELS},
-    ),
-    "fairseq_style --deprecated-fused-adam": ("", {"": 0.05, "--fp16": 0.05}),
-    "pretrained_bert_style": (
-        "",
-        {"--fp16": 0.005, "--fp16 --contrib --loss_scale 128": 0.005},
-    ),
-    "opennmt_style": (
-        "--optim adam",
-        {"": 0.01, "--model_dtype fp16": 0.01, "--model_dtype fp16 --loss_scale 128": 0.01},
-    ),
-    "espnet_style": ("", {f"--train-dtype {level}": 0.05 for level in ("O1", "O2")}),
-    "dlrm_style": ("", {"--mlp CppMlp": 1e-5, "--mlp AmpMlp --amp": 0.005}),
-    "sentiment_style": ("--hook_child", {"": 1e-5, "--fp16": 0.002, "--fp16 --hook_child": 0.002}),
-    "quartznet_style": ("", {"--amp-c": 1e-5}),
-    "swav_style": ("", {"--sync_bn apex": 1e-5, "--sync_bn apex --use_fp16 O1": 0.01}),
-    "grad_scaler": ("--no-apex", {"": 1e-5, "--half": 0.002}),
-    "lightning_style": ("--no-amp", {f"--opt-level {level}": 0.03 for level in LEVELS[:4]}),
-    "timm_style": ("--no-amp", {f"--opt-level {level}": 0.05 for level in LEVELS[:4]}),
+    "pretrained_bert": ("", {"--fp16": 0.005, "--fp16 --contrib --loss_scale 128": 0.005}),
 }
 
 
@@ -63,7 +43,7 @@ def with_imports_changed(path, tmp_path):
     for old, new in (
         (r"from apex\b", "from ampfuse.compat.apex"),
         (r"import apex\b[.\w]*$", "import ampfuse.compat.apex as apex"),
-        (r"import (?=(amp_C|apex_C|fused_adam_cuda)$)", "from ampfuse.compat.apex import "),
+        (r"import (?=(amp_C|apex_C)$)", "from ampfuse.compat.apex import "),
     ):
         text = re.sub(rf"^(\s*){old}", rf"\1{new}", text, flags=re.MULTILINE)
     copy = tmp_path / path.name
@@ -86,8 +66,8 @@ def run_by_module(path, tmp_path):
 
 WAYS = {"import": migrated, "install": installed, "python -m": run_by_module}
 # The ways take turns: every script runs in each of them, and so does every level, with one script
-# or another. A way decides how the name apex is found, before a script reads its arguments. Where
-# there are many, every other run is for CI; that remains true of the rest.
+# or another. If a script has many runs, every other run is marked slow; this remains true of the
+# quick ones.
 RUNS = [
     pytest.param(
         script,
@@ -110,10 +90,7 @@ def run(tmp_path, monkeypatch, capsys):
     """The final loss of a script with arguments, in one of the ways."""
 
     def final(script, args, way="install"):
-        script, args = script.split()[0], " ".join([*script.split()[1:], args])
         path = SCRIPTS / f"{script}.py"
-        if script == "timm_style":
-            pytest.importorskip("timm")
         monkeypatch.setattr(sys, "argv", [str(path), *args.split()])
         monkeypatch.setattr(sys, "path", list(sys.path))
         with apex_names.clean():
@@ -137,7 +114,7 @@ def test_script(script, args, way, run):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_as_a_program(way, tmp_path):
-    """Once each as a user types it, in a process of its own."""
+    """Each way once as a user types it, in a process of its own."""
     script = SCRIPTS / "imagenet.py"
     command = {
         "import": [str(tmp_path / "imagenet.py")],
@@ -165,34 +142,12 @@ def test_two_processes_end_like_one(run):
     assert final_loss(out) == pytest.approx(run("imagenet", args, "python -m"), abs=2e-4)
 
 
-# script: its arguments, and what it calls a training that is cut short, saving and resuming.
-RESUMES = {
-    "imagenet": ("--opt-level O2", "--epochs 2 --save", "--resume"),
-    "timm_style": ("--opt-level O2", "--epochs 2 --save", "--resume"),
-    "pretrained_bert_style": ("--fp16", "--num_train_epochs 2 --output_dir", "--resume"),
-    "opennmt_style": ("--model_dtype fp16", "--train_steps 20 --save_model", "--train_from"),
-    "opennmt_style --contrib": (
-        "--model_dtype fp16 --copy_max_grad_norm 1.0",
-        "--train_steps 20 --save_model",
-        "--train_from",
-    ),
-    "espnet_style": ("--train-dtype O2", "--epochs 2 --snapshot", "--resume"),
-    "dlrm_style": ("--mlp CppMlp --amp", "--epochs 2 --save", "--resume"),
-    "sentiment_style": ("--fp16", "--epochs 2 --save", "--load"),
-    "quartznet_style": ("--amp-c", "--epochs 2 --save", "--resume"),
-    "swav_style": (
-        "--sync_bn apex --larc --use_fp16 O2",
-        "--epochs 2 --dump",
-        "--resume",
-    ),
-}
-
-
-@pytest.mark.parametrize("script", RESUMES)
-def test_a_checkpoint_of_a_script_goes_on_where_it_was(script, tmp_path, run):
+@pytest.mark.parametrize(
+    ("script", "args"), [("imagenet", "--opt-level O2"), ("pretrained_bert", "--fp16")]
+)
+def test_a_checkpoint_of_a_script_continues_where_it_was(script, args, tmp_path, run):
     """The masters are saved."""
-    args, save, resume = RESUMES[script]
     saved = tmp_path / "c.pt"
     through = run(script, args)
-    run(script, f"{args} {save} {saved}")
-    assert run(script, f"{args} {resume} {saved}") == through
+    run(script, f"{args} --epochs 2 --save {saved}")
+    assert run(script, f"{args} --resume {saved}") == through

@@ -10,10 +10,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--fp16", action="store_true")
 parser.add_argument("--loss_scale", type=float, default=0, help="0 (default value): dynamic")
 parser.add_argument("--contrib", action="store_true", help="where FP16_Optimizer went later")
-parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
 parser.add_argument("--max_grad_norm", type=float, default=1.0)
-parser.add_argument("--num_train_epochs", type=int, default=4)
-parser.add_argument("--output_dir", default="")
+parser.add_argument("--epochs", type=int, default=4)
+parser.add_argument("--save", default="")
 parser.add_argument("--resume", default="")
 
 try:
@@ -22,13 +21,8 @@ except ImportError:
     BertLayerNorm = nn.LayerNorm
 
 
-class WarmupLinearSchedule:
-    def __init__(self, warmup, t_total):
-        self.warmup, self.t_total = warmup, t_total
-
-    def get_lr(self, step):
-        progress = step / self.t_total
-        return progress / self.warmup if progress < self.warmup else max(0.0, 1.0 - progress)
+def warmup_linear(progress, warmup=0.1):
+    return progress / warmup if progress < warmup else max(0.0, 1.0 - progress)
 
 
 class Layer(nn.Module):
@@ -97,17 +91,12 @@ def main():
     ]
     learning_rate = 2e-2
     if args.fp16:
-        try:
-            if args.contrib:
-                from apex.contrib.optimizers import FP16_Optimizer
-            else:
-                from apex.optimizers import FP16_Optimizer
-            from apex.optimizers import FusedAdam
-        except ImportError:
-            raise ImportError("Please install apex to use distributed and fp16 training.")
-        optimizer = FusedAdam(optimizer_grouped_parameters,
-                              lr=learning_rate,
-                              bias_correction=False,
+        if args.contrib:
+            from apex.contrib.optimizers import FP16_Optimizer
+        else:
+            from apex.optimizers import FP16_Optimizer
+        from apex.optimizers import FusedAdam
+        optimizer = FusedAdam(optimizer_grouped_parameters, lr=learning_rate, bias_correction=False,
                               max_grad_norm=args.max_grad_norm)
         if args.loss_scale == 0:
             optimizer = FP16_Optimizer(optimizer, dynamic_loss_scale=True)
@@ -115,7 +104,6 @@ def main():
             optimizer = FP16_Optimizer(optimizer, static_loss_scale=args.loss_scale)
     else:
         optimizer = BertAdam(optimizer_grouped_parameters, learning_rate, args.max_grad_norm)
-    schedule = WarmupLinearSchedule(0.1, 4 * 8 // args.gradient_accumulation_steps)
 
     global_step = first_epoch = 0
     if args.resume:
@@ -125,26 +113,23 @@ def main():
         global_step, first_epoch = saved["global_step"], saved["epoch"]
         if args.fp16:
             assert optimizer.cur_scale == saved["optimizer"]["cur_scale"]
-    for epoch in range(first_epoch, args.num_train_epochs):
-        for step, (input_ids, labels) in enumerate(batches(epoch)):
+    for epoch in range(first_epoch, args.epochs):
+        for input_ids, labels in batches(epoch):
             loss = model(input_ids, labels)
-            if args.gradient_accumulation_steps > 1:
-                loss = loss / args.gradient_accumulation_steps
             if args.fp16:
                 optimizer.backward(loss)
             else:
                 loss.backward()
-            if (step + 1) % args.gradient_accumulation_steps == 0:
-                lr_this_step = learning_rate * schedule.get_lr(global_step)
-                for param_group in optimizer.param_groups:
-                    param_group['lr'] = lr_this_step
-                optimizer.step()
-                optimizer.zero_grad()
-                global_step += 1
+            lr_this_step = learning_rate * warmup_linear(global_step / 32)
+            for param_group in optimizer.param_groups:
+                param_group['lr'] = lr_this_step
+            optimizer.step()
+            optimizer.zero_grad()
+            global_step += 1
 
-    if args.output_dir:
+    if args.save:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                    "global_step": global_step, "epoch": args.num_train_epochs}, args.output_dir)
+                    "global_step": global_step, "epoch": args.epochs}, args.save)
     with torch.no_grad():
         losses = [model(*batch).float().item() for batch in batches(1000)]
     print("final loss: %.6f" % (sum(losses) / len(losses)))
