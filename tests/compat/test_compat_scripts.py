@@ -16,7 +16,7 @@ from programs import python, ranks
 SCRIPTS = Path(__file__).parent / "scripts"
 
 # script: (arguments without amp, {arguments with amp: tolerance}). The tolerance is absolute, on
-# losses that start at 1.1 to 2.6; those of a GAN move apart faster.
+# losses that start at 1.4 to 2.6; those of a GAN move apart faster.
 CASES = {
     "imagenet": (
         "--no-amp",
@@ -33,7 +33,6 @@ CASES = {
         {f"--opt-level {level}": 0.002 for level in LEVELS}
         | {"--allreduce_post_accumulation_fp16": 0.002},
     ),
-    "pretrained_bert": ("", {"--fp16": 0.005, "--fp16 --contrib --loss_scale 128": 0.005}),
 }
 
 
@@ -66,14 +65,13 @@ def run_by_module(path, tmp_path):
 
 WAYS = {"import": migrated, "install": installed, "python -m": run_by_module}
 # The ways take turns: every script runs in each of them, and so does every level, with one script
-# or another. If a script has many runs, every other run is marked slow; this remains true of the
-# quick ones.
+# or another. Every other run is marked slow; this remains true of the quick ones.
 RUNS = [
     pytest.param(
         script,
         args,
         tuple(WAYS)[(first + number) % len(WAYS)],
-        marks=pytest.mark.slow if len(runs) > 4 and (first + number) % 2 else (),
+        marks=pytest.mark.slow if (first + number) % 2 else (),
     )
     for first, (script, (_, runs)) in enumerate(CASES.items())
     for number, args in enumerate(runs)
@@ -142,12 +140,9 @@ def test_two_processes_end_like_one(run):
     assert final_loss(out) == pytest.approx(run("imagenet", args, "python -m"), abs=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("script", "args"), [("imagenet", "--opt-level O2"), ("pretrained_bert", "--fp16")]
-)
-def test_a_checkpoint_of_a_script_continues_where_it_was(script, args, tmp_path, run):
+def test_a_checkpoint_of_a_script_continues_where_it_was(tmp_path, run):
     """The masters are saved."""
-    saved = tmp_path / "c.pt"
-    through = run(script, args)
-    run(script, f"{args} --epochs 2 --save {saved}")
-    assert run(script, f"{args} --resume {saved}") == through
+    saved, args = tmp_path / "c.pt", "--opt-level O2"
+    through = run("imagenet", args)
+    run("imagenet", f"{args} --epochs 2 --save {saved}")
+    assert run("imagenet", f"{args} --resume {saved}") == through

@@ -155,16 +155,18 @@ class CopiedAdam(torch.optim.Optimizer):
 ClippedAdam = functools.partial(apex.optimizers.FusedAdam, max_grad_norm=1.0)
 
 
-def start(kind=torch.optim.SGD, lr=0.1, larc=None, wrapper=FP16_Optimizer, **options):
-    """A half model and FP16_Optimizer, with LARC "within" it or "around" it.
-
-    For contrib's own FP16_Optimizer, biases and weights are two groups.
-    """
-    model = fp16_utils.network_to_half(net())
+def groups_of(model, wrapper):
+    """The parameters; for contrib's own FP16_Optimizer, biases and weights are two groups."""
     params = list(model.parameters())
-    if wrapper is ContribOptimizer:
-        params = [{"params": [p for p in params if p.dim() == dim]} for dim in (1, 2)]
-    inner = kind(params, lr=lr)
+    if wrapper is FP16_Optimizer:
+        return params
+    return [{"params": [p for p in params if p.dim() == dim]} for dim in (1, 2)]
+
+
+def start(kind=torch.optim.SGD, lr=0.1, larc=None, wrapper=FP16_Optimizer, **options):
+    """A half model and FP16_Optimizer, with LARC "within" it or "around" it."""
+    model = fp16_utils.network_to_half(net())
+    inner = kind(groups_of(model, wrapper), lr=lr)
     optimizer = wrapper(LARC(inner, 0.3) if larc == "within" else inner, **options)
     return model, LARC(optimizer, 0.3) if larc == "around" else optimizer
 
@@ -204,20 +206,25 @@ def train(model, optimizer, steps=3, factor=1.0):
     ids=["1", "128", "dynamic"],
 )
 @pytest.mark.parametrize(
-    "kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, ClippedAdam, CopiedAdam]
+    ("kind", "wrapper"),
+    [
+        *((kind, FP16_Optimizer) for kind in (torch.optim.SGD, torch.optim.Adam, ClippedAdam)),
+        *((kind, FP16_Optimizer) for kind in (torch.optim.RMSprop, CopiedAdam)),
+        (ClippedAdam, ContribOptimizer),
+    ],
 )
-def test_it_trains_like_fp32(kind, options):
-    model, optimizer = start(kind, 0.01, **options)
+def test_it_trains_like_fp32(kind, wrapper, options):
+    model, optimizer = start(kind, 0.01, wrapper=wrapper, **options)
     plain = net()
-    reference = kind(plain.parameters(), lr=0.01)
+    reference = kind(groups_of(plain, wrapper), lr=0.01)
     train(model, optimizer, steps=20)
     for _ in range(20):
         reference.zero_grad()
         loss_of(plain).backward()
         reference.step()
     torch.testing.assert_close(loss_of(model), loss_of(plain), rtol=0.05, atol=2e-3)
-    assert {half.dtype for half in optimizer.fp16_groups[0]} == {f16}
-    assert torch.equal(joined(optimizer.fp16_groups[0]), masters(optimizer).half())
+    assert {half.dtype for half in optimizer.all_fp16_params} == {f16}
+    assert torch.equal(joined(optimizer.all_fp16_params), masters(optimizer).half())
 
 
 def test_lists_and_attributes():
