@@ -52,3 +52,13 @@ def lamb(ps, gs, states, t, max_grad_norm=1.0, **options):
     total = torch.stack([g.norm() for g in gs]).norm()
     gs = [g * (max_grad_norm / total) if total > max_grad_norm else g for g in gs]
     _steps(reference.Lamb, ps, gs, states, t, **options)
+
+
+def adam_of_2019(p, m, v, g, lr, beta1, beta2, eps, scale, step, mode, bias_correction, decay):
+    """The step of FusedAdam then, on one parameter and its moments; `mode` 0: eps in the root."""
+    g = g.to(p.dtype) / scale
+    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    root = (v + eps).sqrt() if mode == 0 else v.sqrt() + eps
+    if bias_correction:
+        lr = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+    return p - lr * (m / root + decay * p), m, v

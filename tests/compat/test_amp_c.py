@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from amp_c_calls import call
-from ampfuse.compat.apex import amp_C, apex_C
+from ampfuse.compat.apex import amp_C
 from ampfuse.compat.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from cases import bf16, f16, f32, f64
 
@@ -215,17 +215,3 @@ def test_update_scale_hysteresis():
     largest = torch.tensor([2.0**127])
     amp_C.update_scale_hysteresis(largest, *tensors[1:], torch.zeros(1), 2.0, 0.5, 1, 2)
     assert largest.item() == 2.0**127
-
-
-# --- apex_C -------------------------------------------------------------------------------------
-
-
-def test_flatten_and_unflatten():
-    """They are torch's; the parts are views."""
-    tensors = [torch.rand(2, 3), torch.rand(()), torch.rand(0, 4)]
-    assert apex_C.flatten(tensors).tolist() == [*tensors[0].flatten().tolist(), tensors[1].item()]
-    raw = torch.zeros(7, dtype=f16)
-    views = apex_C.unflatten(raw, tensors)
-    assert [view.shape for view in views] == [tensor.shape for tensor in tensors]
-    views[1].fill_(2)
-    assert raw.tolist() == [0.0] * 6 + [2.0]

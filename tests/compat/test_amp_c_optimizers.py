@@ -25,7 +25,7 @@ from amp_c_calls import (
 )
 from ampfuse.compat.apex import amp_C, fused_adam_cuda
 from ampfuse.compat.apex.multi_tensor_apply import multi_tensor_applier
-from apex_formulas import adagrad, adam, novograd, rule_of, sgd
+from apex_formulas import adagrad, adam, adam_of_2019, novograd, rule_of, sgd
 from cases import bf16, f16, f32, f64
 
 CHUNKS = (65536, 333)
@@ -423,16 +423,6 @@ def test_model_weights_that_are_not_half():
 # --- fused_adam_cuda ------------------------------------------------------------------------------
 
 
-def _adam_of_2019(p, m, v, g, lr, beta1, beta2, eps, scale, step, mode, bias_correction, decay):
-    """apex's formula, in the type of `p`; of a gradient that is not finite the result is not."""
-    g = g.to(p.dtype) / scale
-    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-    denominator = (v + eps).sqrt() if mode == 0 else v.sqrt() + eps
-    if bias_correction:
-        lr = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-    return p - lr * (m / denominator + decay * p), m, v
-
-
 @pytest.mark.parametrize("mode", [0, 1])
 @pytest.mark.parametrize("bias_correction", [0, 1])
 @pytest.mark.parametrize(("dtype", "of_grad"), [(f32, f16), (f32, f32), (f64, f64)])
@@ -444,7 +434,7 @@ def test_fused_adam_cuda(name, dtype, of_grad, bias_correction, mode):
     given = (0.1, 0.9, 0.99, 0.01, 4.0, 3, mode, bias_correction, 0.05)
     flag = torch.zeros(1, dtype=torch.int32)
     before = [t.clone() for t in (p, m, v)]
-    expected = _adam_of_2019(p, m, v, g, *given)
+    expected = adam_of_2019(p, m, v, g, *given)
     step = getattr(fused_adam_cuda, name)
     if name.endswith("_mt"):
         multi_tensor_applier(step, flag, [[p], [m], [v], [g], [copy]], *given)

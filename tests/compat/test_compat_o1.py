@@ -51,19 +51,7 @@ def in_evaluation():
         return nn.Linear(2, 2).eval()(torch.rand(1, 2)).dtype
 
 
-def in_recomputation():
-    seen = []
-
-    def part(x):
-        seen.append(product())
-        return x * x
-
-    checkpoint(part, torch.rand(2, requires_grad=True), use_reentrant=False).sum().backward()
-    assert seen[0] == seen[1]
-    return seen[1]
-
-
-PLACES = [product, in_backward, in_evaluation, in_recomputation]
+PLACES = [product, in_backward, in_evaluation]
 
 
 @pytest.mark.parametrize("place", PLACES)
