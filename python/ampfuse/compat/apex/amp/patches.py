@@ -45,9 +45,8 @@ def _where_half(function: Any, instead: Any) -> Any:
 
 def _refusing_half(function: Any) -> Any:
     name = function.__name__
-    other = (
-        name[:-1] if name.endswith("_") else f"{name}_with_logits, without the sigmoid before it"
-    )
+    logits = f"{name}_with_logits, without the sigmoid before it"
+    other = name[:-1] if name.endswith("_") else logits
 
     def refuse(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(

@@ -134,7 +134,8 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """An overflow divides it by `scale_factor`, down to 1; `scale_window` clean ones multiply."""
+    """An overflow divides the scale by `scale_factor`, down to 1; `scale_window` clean passes
+    multiply it."""
 
     def __init__(
         self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000
@@ -144,10 +145,8 @@ class DynamicLossScaler(LossScaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient of `params` holds inf or NaN. Waits for the device, once."""
-        checks = [~p.grad.isfinite().all() for p in params if p.grad is not None]
-        return (
-            bool(torch.stack([c.to(checks[0].device) for c in checks]).any()) if checks else False
-        )
+        checks = [p.grad.isfinite().all() for p in params if p.grad is not None]
+        return bool(checks) and not torch.stack([c.to(checks[0].device) for c in checks]).all()
 
     _has_inf_or_nan = staticmethod(lambda x: not bool(x.isfinite().all()))
 
