@@ -62,3 +62,14 @@ def adam_of_2019(p, m, v, g, lr, beta1, beta2, eps, scale, step, mode, bias_corr
     if bias_correction:
         lr = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
     return p - lr * (m / root + decay * p), m, v
+
+
+def clipped_adam_of_2019(ps, gs, states, t, lr, eps, weight_decay, bias_correction, max_grad_norm):
+    """On the parameters of one group, whose gradients are clipped together."""
+    norm = torch.cat([g.reshape(-1) for g in gs]).norm()
+    clip = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm else 1.0
+    given = (lr, 0.9, 0.999, eps, 1.0, t, 1, bias_correction, weight_decay)
+    for p, g, state in zip(ps, gs, states, strict=True):
+        held = (state.get(key, torch.zeros_like(p)) for key in ("m", "v"))
+        new_p, state["m"], state["v"] = adam_of_2019(p, *held, g * clip, *given)
+        p.copy_(new_p)

@@ -14,7 +14,7 @@ from torch import nn
 from ampfuse import optim
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, optimizers
-from apex_formulas import adagrad, adam, adam_of_2019, lamb, novograd, sgd
+from apex_formulas import adagrad, adam, clipped_adam_of_2019, lamb, novograd, sgd
 from apex_optimizers import (
     GROUPS,
     assert_close,
@@ -33,6 +33,13 @@ ON, OFF, DECAY = (True, False), (False, True), (0.0, 0.1)
 AVERAGES = {"bias_correction": ON, "weight_decay": DECAY, "grad_averaging": ON}
 LAMB = AVERAGES | {"adam_w_mode": ON, "max_grad_norm": (1.0, 100.0), "use_nvlamb": OFF}
 SGD = {"lr": (0.05,), "momentum": (0, 0.9), "weight_decay": (0, 0.1), "dampening": (0, 0.3)}
+
+
+def every(flags):
+    """Every combination of the values of the flags."""
+    return [dict(zip(flags, values, strict=True)) for values in itertools.product(*flags.values())]
+
+
 OPTIMIZERS = {
     "FusedSGD": (sgd, SGD | {"wd_after_momentum": OFF}),
     "FusedAdam": (adam, {"bias_correction": ON, "adam_w_mode": ON, "weight_decay": DECAY}),
@@ -44,59 +51,65 @@ OPTIMIZERS = {
     "FusedLAMB": (lamb, LAMB),
     "FusedMixedPrecisionLamb": (lamb, LAMB),
 }
-CASES = [
-    (name, dict(zip(flags, values, strict=True)))
-    for name, (_, flags) in OPTIMIZERS.items()
-    for values in itertools.product(*flags.values())
-]
-CASES += [
-    ("FusedSGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1} | late)
-    for late in ({}, {"wd_after_momentum": True})
-]
-# An eps so large that it counts.
-CASES += [(name, {"eps": 0.1}) for name in OPTIMIZERS if name != "FusedSGD"]
-CASES += [  # 0 does not switch clipping off: it is the norm that all gradients are clipped to
-    (name, {"max_grad_norm": largest})
-    for name in ("FusedLAMB", "FusedMixedPrecisionLamb")
-    for largest in (0, math.inf)
-]
+# name: the formula and the options of each case
+RULES = {name: (rule, every(flags)) for name, (rule, flags) in OPTIMIZERS.items()}
+for late in ({}, {"wd_after_momentum": True}):
+    nesterov = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+    RULES["FusedSGD"][1].append(nesterov | late)
+for name in OPTIMIZERS.keys() - {"FusedSGD"}:
+    RULES[name][1].append({"eps": 0.1})  # so large that it counts
+for name in ("FusedLAMB", "FusedMixedPrecisionLamb"):
+    # 0 does not switch clipping off: it is the norm that all gradients are clipped to.
+    RULES[name][1].extend({"max_grad_norm": largest} for largest in (0, math.inf))
+OLD = {"lr": (0.05,), "eps": (1e-3,), "weight_decay": (0.1,), "bias_correction": ON}
+OLD |= {"max_grad_norm": (0.0, 0.5, 100.0)}
+for name in ("FusedAdam of 2019", "FusedAdam of contrib"):
+    RULES[name] = (clipped_adam_of_2019, every(OLD))
 
 
 NAMES = [*OPTIMIZERS, "FusedAdam of 2019"]
 
 
-def kind_of(name):
-    """The class of that name; arguments of 2019 make FusedAdam clip."""
-    kind = getattr(optimizers, name.split()[0])
-    return functools.partial(kind, max_grad_norm=1.0) if name == "FusedAdam of 2019" else kind
+def kind_of(name, **options):
+    """The class of that name, with its options; arguments of 2019 make FusedAdam clip."""
+    short, *of = name.split()
+    kind = getattr(apex.contrib.optimizers if "contrib" in of else optimizers, short)
+    if "2019" in of:
+        options = {"max_grad_norm": 1.0, **options}
+    return functools.partial(kind, **options)
 
 
 def make(name, params, **options):
     """An optimizer with a rate, and momentum if it is SGD."""
     usual = {"lr": 0.01} | ({"momentum": 0.9} if name == "FusedSGD" else {})
-    return kind_of(name)(params, **(usual | options))
+    return kind_of(name, **(usual | options))(params)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     ("name", "options"),
-    CASES,
+    [(name, options) for name, (_, cases) in RULES.items() for options in cases],
     ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
 )
-def test_formulas(name, options):
+def test_formulas(name, options, groups):
     """A weight and a gradient of zeros have norms that nothing can be divided by."""
-    ps = start()
+    ps, rule = start(), RULES[name][0]
     with torch.no_grad():
         ps[1].zero_()
     exact, states = [p.detach().to(f64) for p in ps], [{} for _ in ps]
-    optimizer = getattr(optimizers, name)(ps, **options)
+    split = [slice(None)] if groups == 1 else [slice(2), slice(2, None)]
+    optimizer = kind_of(name, **options)([{"params": ps[part]} for part in split])
     for t in range(1, 5):
         gs = gradients(t)
         gs[2].zero_()
         for p, g in zip(ps, gs, strict=True):
             p.grad = g.clone()
         optimizer.step()
-        OPTIMIZERS[name][0](exact, [g.to(f64) for g in gs], states, t, **options)
+        for part in split if rule is clipped_adam_of_2019 else [slice(None)]:
+            rule(exact[part], [g.to(f64) for g in gs[part]], states[part], t, **options)
     assert_close([p.to(f64) for p in ps], exact, rtol=2e-5, atol=1e-6)
+    for group in optimizer.param_groups:
+        assert group == group | {key: options[key] for key in options if key in group}
 
 
 def takes(name, option):
@@ -104,21 +117,21 @@ def takes(name, option):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "error"),
+    ("name", "options", "error"),
     [
         *((n, {"amsgrad": True}, "AMSGrad") for n in OPTIMIZERS if takes(n, "amsgrad")),
         ("FusedNovoGrad", {"norm_type": 1}, "norm_type"),
         ("FusedAdam", {"master_weights": True}, "capturable"),
         ("FusedAdam", {"eps_inside_sqrt": True}, "eps_mode=0"),
-        (apex.contrib.optimizers.FusedAdam, {"eps_inside_sqrt": True}, "eps_mode=0"),
+        ("FusedAdam of contrib", {"eps_inside_sqrt": True}, "eps_mode=0"),
         ("FusedSGD", {}, "pass lr"),
     ],
 )
-def test_what_they_refuse(kind, options, error):
+def test_what_they_refuse(name, options, error):
     """Besides what the classes of ampfuse.optim refuse."""
-    expected = ValueError if kind == "FusedSGD" else RuntimeError
+    expected = ValueError if name == "FusedSGD" else RuntimeError
     with pytest.raises(expected, match=error):
-        (kind_of(kind) if isinstance(kind, str) else kind)(start(), **options)
+        kind_of(name, **options)(start())
 
 
 @pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
@@ -414,43 +427,6 @@ def test_mixed_precision_lamb_skips_overflows_without_a_scaler(bad, largest, dty
 
 
 # --- what 2018 and 2019 had -----------------------------------------------------------------------
-
-
-def _steps_of_2019(ps, gs, states, t, lr, eps, weight_decay, bias_correction, max_grad_norm):
-    """In float64: the gradients of a group are clipped together."""
-    norm = torch.cat([g.reshape(-1) for g in gs]).norm()
-    clip = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm else 1.0
-    given = (lr, 0.9, 0.999, eps, 1.0, t, 1, bias_correction, weight_decay)
-    for p, g, state in zip(ps, gs, states, strict=True):
-        held = (state.get(key, torch.zeros_like(p)) for key in ("m", "v"))
-        new_p, state["m"], state["v"] = adam_of_2019(p, *held, g * clip, *given)
-        p.copy_(new_p)
-
-
-@pytest.mark.parametrize("kind", [optimizers.FusedAdam, apex.contrib.optimizers.FusedAdam])
-@pytest.mark.parametrize("bias_correction", [True, False])
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 100.0])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_fused_adam_of_2019(groups, max_grad_norm, bias_correction, kind):
-    options = {"lr": 0.05, "eps": 1e-3, "weight_decay": 0.1, "bias_correction": bias_correction}
-    options["max_grad_norm"] = max_grad_norm
-    ps = start()
-    split = [ps] if groups == 1 else [ps[:2], ps[2:]]
-    optimizer = kind([{"params": each} for each in split], **options)
-    exact, states = [p.detach().to(f64) for p in ps], [{} for _ in ps]
-    for t in range(1, 5):
-        gs = gradients(t)
-        for p, g in zip(ps, gs, strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-        first = 0
-        for each in split:
-            part = slice(first, first := first + len(each))
-            of_group = [g.to(f64) for g in gs[part]]
-            _steps_of_2019(exact[part], of_group, states[part], t, **options)
-    assert_close([p.to(f64) for p in ps], exact, rtol=2e-5, atol=1e-6)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.05}
-    assert {group["bias_correction"] for group in optimizer.param_groups} == {bias_correction}
 
 
 def test_contribs_fused_adam_steps_on_gradients_that_it_is_given():
