@@ -419,15 +419,15 @@ CLASSES = torch.tensor([1.0, 2.0, 1 / 3])
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    ("loss", "target"),
+    ("loss", "targets"),
     [
-        (nn.CrossEntropyLoss(weight=CLASSES), torch.arange(8) % 3),
-        (nn.BCEWithLogitsLoss(pos_weight=CLASSES), torch.rand(8, 3)),
-        (nn.GaussianNLLLoss(), torch.rand(8, 3)),
+        (nn.CrossEntropyLoss(weight=CLASSES), [torch.arange(8) % 3]),
+        (nn.BCEWithLogitsLoss(pos_weight=CLASSES), [torch.rand(8, 3)]),
+        (nn.GaussianNLLLoss(), [torch.rand(8, 3), torch.ones(8, 3)]),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_losses_that_are_parts_of_a_model(loss, target, level):
+def test_losses_that_are_parts_of_a_model(loss, targets, level):
     """Loss weights became half with the model, and met FP32 outputs."""
 
     class Classifier(nn.Module):
@@ -435,19 +435,16 @@ def test_losses_that_are_parts_of_a_model(loss, target, level):
             super().__init__()
             self.fc, self.loss = nn.Linear(4, 3), copy.deepcopy(loss)
 
-        def forward(self, x, target=None):
-            y = self.fc(x)
-            return y if target is None else self.loss(y, *targets)
+        def forward(self, x, *targets):
+            return self.loss(self.fc(x), *targets) if targets else self.fc(x)
 
-    targets = (target, torch.ones(8, 3)) if isinstance(loss, nn.GaussianNLLLoss) else (target,)
     model, x = Classifier(), torch.rand(8, 4)
-    expected = model(x, target).item()
+    expected = model(x, *targets).item()
     amp.initialize(model, opt_level=level, verbosity=0)
     for copied in (model, copy.deepcopy(model)):
-        outside, inside = copied.loss(copied(x), *targets), copied(x, target)
-        assert outside.dtype == inside.dtype == f32
-        assert outside.item() == pytest.approx(expected, rel=5e-3)
-        assert inside.item() == pytest.approx(expected, rel=5e-3)
+        for found in (copied.loss(copied(x), *targets), copied(x, *targets)):
+            assert found.dtype == f32
+            assert found.item() == pytest.approx(expected, rel=5e-3)
     weights = [t for t in model.loss.state_dict().values() if t.is_floating_point()]
     assert all(t.dtype == f32 and torch.equal(t, CLASSES) for t in weights)
 
