@@ -7,18 +7,6 @@ from ampfuse.compat.apex import amp
 
 SHAPES = ((3, 4), (5,), (1,))
 
-# Of each class: the entries that a group has in apex, with values other than the defaults.
-SHARED = {"lr": 0.1, "weight_decay": 0.1}
-MOMENTS = SHARED | {"bias_correction": False, "betas": (0.8, 0.9), "eps": 1e-3}
-GROUPS = {
-    "FusedSGD": SHARED | {"momentum": 0.9, "dampening": 0, "nesterov": True},
-    "FusedAdam": MOMENTS,
-    "FusedAdagrad": SHARED | {"eps": 1e-3},
-    "FusedNovoGrad": MOMENTS | {"grad_averaging": False, "norm_type": 0, "init_zero": True},
-    "FusedLAMB": MOMENTS | {"grad_averaging": False, "max_grad_norm": 0.5},
-    "FusedMixedPrecisionLamb": MOMENTS | {"grad_averaging": False, "max_grad_norm": 0.5},
-}
-
 
 def start(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)

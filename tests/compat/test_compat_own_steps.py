@@ -18,7 +18,6 @@ from ampfuse.compat.apex.multi_tensor_apply import multi_tensor_applier
 from ampfuse.compat.apex.parallel.LARC import LARC
 from ampfuse.optim.fused import FusedOptimizer, is_fused
 from apex_optimizers import (
-    GROUPS,
     assert_close,
     assert_equal,
     copies_of,
@@ -71,13 +70,6 @@ def test_attributes_say_what_the_constructor_was_told(name):
     suffix = "_mp" if name == "FusedMixedPrecisionLamb" else ""
     for operation in (f"multi_tensor_{each}" for each in operations):
         assert getattr(optimizer, operation) is getattr(amp_C, operation + suffix)
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_groups_and_defaults_have_apexs_entries(name):
-    optimizer = getattr(optimizers, name)(start(), **GROUPS[name])
-    for group in (optimizer.param_groups[0], optimizer.defaults):
-        assert {key: group[key] for key in GROUPS[name]} == GROUPS[name]
 
 
 class OwnStep:
