@@ -26,6 +26,9 @@ from ampfuse.compat.apex.parallel.LARC import LARC
 from cases import bf16, f16, f32, f64, through_a_file
 
 
+INF, NAN = float("inf"), float("nan")
+
+
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
@@ -124,7 +127,7 @@ def test_dynamic_scaler_follows_its_window_and_looks_at_elements():
     for grad in (None, torch.full((8,), 2e38)):
         p.grad = grad
         assert scaler.has_overflow([p]) is False
-    p.grad[3] = float("nan")
+    p.grad[3] = NAN
     assert scaler.has_overflow([p]) is True
     assert scaler._has_inf_or_nan(p.grad)
 
@@ -135,8 +138,8 @@ def test_dynamic_scaler_follows_its_window_and_looks_at_elements():
 class CopiedAdam(torch.optim.Optimizer):
     """A copy of 2019's FusedAdam, as repositories have it."""
 
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def step(self, closure=None, grads=None, output_params=None, scale=1.0, grad_norms=None):
         self.grad_norms = grad_norms
@@ -148,25 +151,25 @@ class CopiedAdam(torch.optim.Optimizer):
                     state.update(step=0, exp_avg=zeros, exp_avg_sq=zeros.clone())
                 state["step"] += 1
                 moments, out = (state["exp_avg"], state["exp_avg_sq"]), torch.tensor([])
-                given = (group["lr"], 0.9, 0.999, 1e-8, scale, state["step"], 1, 1, 0.0)
-                fused_adam_cuda.adam(p.data, out, *moments, p.grad.data, *given)
+                given = (group["lr"], 0.9, 0.999, 1e-8, scale, state["step"], 1, 1)
+                fused_adam_cuda.adam(
+                    p.data, out, *moments, p.grad.data, *given, group["weight_decay"]
+                )
 
 
 ClippedAdam = functools.partial(apex.optimizers.FusedAdam, max_grad_norm=1.0)
 
 
-def groups_of(model, wrapper):
-    """The parameters; for contrib's own FP16_Optimizer, biases and weights are two groups."""
-    params = list(model.parameters())
-    if wrapper is FP16_Optimizer:
-        return params
-    return [{"params": [p for p in params if p.dim() == dim]} for dim in (1, 2)]
-
-
 def start(kind=torch.optim.SGD, lr=0.1, larc=None, wrapper=FP16_Optimizer, **options):
-    """A half model and FP16_Optimizer, with LARC "within" it or "around" it."""
+    """A half model and FP16_Optimizer, with LARC "within" it or "around" it.
+
+    For contrib's own FP16_Optimizer, biases and weights are two groups.
+    """
     model = fp16_utils.network_to_half(net())
-    inner = kind(groups_of(model, wrapper), lr=lr)
+    params = list(model.parameters())
+    if wrapper is ContribOptimizer:
+        params = [{"params": [p for p in params if p.dim() == dim]} for dim in (1, 2)]
+    inner = kind(params, lr=lr)
     optimizer = wrapper(LARC(inner, 0.3) if larc == "within" else inner, **options)
     return model, LARC(optimizer, 0.3) if larc == "around" else optimizer
 
@@ -177,7 +180,7 @@ def loss_of(model):
 
 def grads(optimizer):
     """Copies of the FP32 gradients."""
-    return [g.clone() for g in optimizer.inspect_master_grad_data()[0]]
+    return [g.clone() for group in optimizer.inspect_master_grad_data() for g in group]
 
 
 def joined(tensors):
@@ -200,31 +203,57 @@ def train(model, optimizer, steps=3, factor=1.0):
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}],
-    ids=["1", "128", "dynamic"],
-)
+DYNAMIC_64 = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 64.0}}
+KINDS = {
+    "SGD": torch.optim.SGD,
+    "Adam": torch.optim.Adam,
+    "RMSprop": torch.optim.RMSprop,
+    "FusedAdam that clips": ClippedAdam,
+    "copied FusedAdam": CopiedAdam,
+}
+
+
+@pytest.mark.parametrize("larc", [None, "within", "around"])
+@pytest.mark.parametrize("scaling", [{}, {"static_loss_scale": 64.0}, DYNAMIC_64], ids=str)
 @pytest.mark.parametrize(
     ("kind", "wrapper"),
-    [
-        *((kind, FP16_Optimizer) for kind in (torch.optim.SGD, torch.optim.Adam, ClippedAdam)),
-        *((kind, FP16_Optimizer) for kind in (torch.optim.RMSprop, CopiedAdam)),
-        (ClippedAdam, ContribOptimizer),
-    ],
+    [*((kind, FP16_Optimizer) for kind in KINDS), ("FusedAdam that clips", ContribOptimizer)],
 )
-def test_it_trains_like_fp32(kind, wrapper, options):
-    model, optimizer = start(kind, 0.01, wrapper=wrapper, **options)
-    plain = net()
-    reference = kind(groups_of(plain, wrapper), lr=0.01)
-    train(model, optimizer, steps=20)
-    for _ in range(20):
-        reference.zero_grad()
-        loss_of(plain).backward()
-        reference.step()
-    torch.testing.assert_close(loss_of(model), loss_of(plain), rtol=0.05, atol=2e-3)
-    assert {half.dtype for half in optimizer.all_fp16_params} == {f16}
-    assert torch.equal(joined(optimizer.all_fp16_params), masters(optimizer).half())
+def test_it_steps_as_the_optimizer_of_fp32_parameters(kind, wrapper, scaling, larc):
+    """Also after an overflow, and with gradients that were left scaled or are clipped."""
+    kind = functools.partial(KINDS[kind], weight_decay=0.1)
+    model, optimizer = start(kind, larc=larc, wrapper=wrapper, **scaling)
+    split = [group["params"] for group in optimizer.param_groups]
+    twins = [[nn.Parameter(p.detach().clone()) for p in params] for params in split]
+    plain = kind([{"params": params} for params in twins], lr=0.1)
+    plain = LARC(plain, 0.3) if larc else plain
+    flat = [p for params in twins for p in params]
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer, plain)]
+    for step in range(4):
+        overflows = step == 1 and scaling == DYNAMIC_64
+        optimizer.zero_grad()
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+        loss = loss_of(model) * (NAN if overflows else 1.0)
+        optimizer.backward(loss, update_master_grads=step != 2)
+        if step == 2:
+            optimizer.update_master_grads()
+        if step == 3:
+            optimizer.clip_master_grads(0.01)
+        assert optimizer.overflow is overflows
+        if not overflows:
+            for q, g in zip(flat, grads(optimizer), strict=True):
+                q.grad = g
+            plain.step()
+        optimizer.step()
+        torch.testing.assert_close(stepped(optimizer), joined(flat), rtol=1e-5, atol=1e-6)
+        assert torch.equal(masters(optimizer).half(), joined(optimizer.all_fp16_params))
+        assert {half.dtype for half in optimizer.all_fp16_params} == {f16}
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**step
+        for schedule in schedules:
+            schedule.step()
+    if scaling == DYNAMIC_64:
+        assert optimizer.loss_scale == 32.0
 
 
 def test_lists_and_attributes():
@@ -259,6 +288,9 @@ def test_gradients_are_unscaled_and_accumulate():
     optimizer.backward(loss_of(model))
     once = grads(optimizer)
     assert {g.dtype for g in once} == {f32}
+    loss_of(plain := net()).backward()
+    exact = joined(p.grad for p in plain.parameters())
+    torch.testing.assert_close(joined(once), exact, rtol=1e-2, atol=2e-3)
     optimizer.zero_grad()
     optimizer.backward(loss_of(model), update_master_grads=False)
     optimizer.backward(loss_of(model), update_master_grads=False)
@@ -344,7 +376,7 @@ def test_half_models_on_a_cpu_use_ampfuses_half_ops():
         half_ops.forget()
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, INF])
 def test_clipping(norm_type):
     """Of gradients of two passes, through a graph that the first one keeps."""
     model, optimizer = start(static_loss_scale=64.0)
@@ -370,10 +402,10 @@ def test_overflow(own, capsys):
     model, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**10})
     before = joined(model.parameters())
     if own:
-        (loss_of(model) * float("inf")).backward()
+        (loss_of(model) * INF).backward()
         optimizer.update_master_grads()
     else:
-        optimizer.backward(loss_of(model) * float("inf"))
+        optimizer.backward(loss_of(model) * INF)
     assert optimizer.overflow is True
     assert optimizer.loss_scale == 2.0**9
     assert optimizer.clip_master_grads(1.0) == -1
@@ -389,7 +421,7 @@ def test_overflow(own, capsys):
 def test_with_a_static_scale_only_the_script_skips():
     model, optimizer = start(static_loss_scale=8.0)
     before = joined(model.parameters())
-    optimizer.backward(loss_of(model) * float("nan"))
+    optimizer.backward(loss_of(model) * NAN)
     assert optimizer.overflow is False
     optimizer.overflow = True
     optimizer.step()
@@ -404,7 +436,7 @@ def test_with_a_static_scale_only_the_script_skips():
 def test_contribs_skips_overflows_at_any_scale(kind, options):
     model, optimizer = start(kind, 0.01, wrapper=ContribOptimizer, **options)
     start_scale, before = optimizer.cur_scale, joined(model.parameters())
-    optimizer.backward(loss_of(model) * float("inf"))
+    optimizer.backward(loss_of(model) * INF)
     optimizer.step()
     assert torch.equal(joined(model.parameters()), before)
     optimizer.zero_grad()
@@ -420,7 +452,7 @@ def test_contribs_skips_overflows_at_any_scale(kind, options):
         train(model, optimizer, steps=1, factor=1e-3)
         assert optimizer.cur_scale == 2 * scale
         optimizer.cur_scale = 1.0
-        optimizer.backward(loss_of(model) * float("inf"))
+        optimizer.backward(loss_of(model) * INF)
         assert optimizer.cur_scale == 1.0
     for optimizers in (optimizer, [optimizer]):
         with pytest.raises(RuntimeError, match="FP16_Optimizer"):
@@ -487,21 +519,21 @@ def test_closures():
 
 
 @pytest.mark.parametrize("zeroes", ["optimizer", "model"])
+@pytest.mark.parametrize(("larc", "overflows"), [(None, 2), ("within", 2), ("around", 0)])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
-def test_a_closure_that_overflows_is_repeated(kind, zeroes):
-    model, optimizer = start(kind, dynamic_loss_scale=True)
-    before = model[1][0].weight.detach().clone()
-    factors = iter([float("inf"), float("inf"), 1.0])
+def test_a_closure_that_overflows_is_repeated(kind, larc, overflows, zeroes):
+    model, optimizer = start(kind, larc=larc, dynamic_loss_scale=True)
+    before, factors = masters(optimizer), iter([INF] * overflows + [1.0])
     assert torch.isfinite(optimizer.step(closure_of(model, optimizer, zeroes, factors)))
-    assert optimizer.loss_scale == 2.0**14
-    assert not torch.equal(model[1][0].weight, before)
+    assert optimizer.loss_scale == 2.0 ** (16 - overflows)
+    assert not torch.equal(masters(optimizer), before)
 
 
 def test_a_closure_that_always_overflows_ends():
     scales = {"init_scale": 8.0, "min_loss_scale": 2.0}
     model, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args=scales)
     with pytest.raises(RuntimeError, match="smallest"):
-        optimizer.step(closure_of(model, optimizer, factors=itertools.repeat(float("nan"))))
+        optimizer.step(closure_of(model, optimizer, factors=itertools.repeat(NAN)))
 
 
 @pytest.mark.parametrize("on", ["wrapper", "inner"])
@@ -516,47 +548,6 @@ def test_schedulers(on):
             train(model, optimizer, steps=1)
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.025
-
-
-# --- LARC ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
-@pytest.mark.parametrize("larc", ["within", "around"])
-def test_larc_steps_as_around_fp32_parameters(larc, kind):
-    """Overflows skip; gradients left scaled, clipping, schedules, closures: as without LARC."""
-    scaling = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 64.0}}
-    kind = functools.partial(kind, weight_decay=0.1)
-    model, optimizer = start(kind, larc=larc, **scaling)
-    params = optimizer.param_groups[0]["params"]
-    twins = [nn.Parameter(p.detach().clone()) for p in params]
-    plain = LARC(kind(twins, lr=0.1), 0.3)
-    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer, plain)]
-    for step in range(4):
-        optimizer.zero_grad()
-        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-        loss = loss_of(model) * (float("nan") if step == 1 else 1.0)
-        optimizer.backward(loss, update_master_grads=step != 2)
-        if step == 2:
-            optimizer.update_master_grads()
-        if step == 3:
-            optimizer.clip_master_grads(0.01)
-        assert optimizer.overflow is (step == 1)
-        if step != 1:
-            for q, g in zip(twins, grads(optimizer), strict=True):
-                q.grad = g
-            plain.step()
-        optimizer.step()
-        torch.testing.assert_close(joined(params), joined(twins), rtol=1e-5, atol=1e-6)
-        assert torch.equal(masters(optimizer).half(), joined(optimizer.all_fp16_params))
-        assert optimizer.param_groups[0]["weight_decay"] == 0.1
-        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**step
-        for schedule in schedules:
-            schedule.step()
-    assert optimizer.loss_scale == 32.0
-    before = masters(optimizer)
-    assert optimizer.step(closure_of(model, optimizer)) > 0
-    assert not torch.equal(masters(optimizer), before)
 
 
 @pytest.mark.parametrize("larc", [None, "within", "around"])
@@ -577,16 +568,16 @@ def test_gradients_left_scaled_keep_their_scale(larc):
 
 
 @pytest.mark.parametrize("larc", [None, "within", "around"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, ClippedAdam, CopiedAdam])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_first", [True, False])
 def test_stop_and_resume_gives_the_same_bits(kind, model_first, larc):
-    through, optimizer = start(kind, larc=larc, dynamic_loss_scale=True)
+    through, optimizer = start(KINDS[kind], larc=larc, dynamic_loss_scale=True)
     train(through, optimizer, steps=3)
     saved = through_a_file({"model": through.state_dict(), "optimizer": optimizer.state_dict()})
     train(through, optimizer, steps=3)
     keys = "loss_scaler dynamic_loss_scale overflow first_closure_call_this_step"
     assert {*saved["optimizer"]} == {*keys.split(), "optimizer_state_dict", "fp32_from_fp16"}
-    model, again = start(kind, larc=larc, dynamic_loss_scale=True)
+    model, again = start(KINDS[kind], larc=larc, dynamic_loss_scale=True)
     train(model, again, steps=1)
     loads = [(model, saved["model"]), (again, saved["optimizer"])]
     for loaded, state in loads if model_first else reversed(loads):
