@@ -25,7 +25,6 @@ from ampfuse.compat.apex.fp16_utils import FP16_Optimizer
 from ampfuse.compat.apex.parallel.LARC import LARC
 from cases import bf16, f16, f32, f64, through_a_file
 
-
 INF, NAN = float("inf"), float("nan")
 
 
