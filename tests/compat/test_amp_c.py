@@ -1,9 +1,12 @@
 """``amp_C`` and ``apex.multi_tensor_apply``: argument orders, flags and errors."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 
-from amp_c_calls import call
+from amp_c_calls import OPERATIONS, arguments, call
 from ampfuse.compat.apex import amp_C
 from ampfuse.compat.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from cases import bf16, f16, f32, f64
@@ -148,8 +151,6 @@ def test_memory_order(flag):
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        ([[], []], "empty"),
-        ([[torch.ones(2)], []], "1 tensors"),
         ([[torch.ones(2)], [torch.ones(3)]], "dst\\[0\\] has shape"),
         ([[torch.ones(2, dtype=f64)], [torch.ones(2)]], "Double"),
         ([[torch.ones(2, device="meta")], [torch.ones(2)]], "not for meta"),
@@ -160,31 +161,30 @@ def test_errors(lists, message, flag):
         call("scale", flag, lists, (1.0,))
 
 
-@pytest.mark.parametrize(
-    ("name", "depth", "options"),
-    [
-        ("scale", 2, (1.0,)),
-        ("axpby", 3, (1.0, 1.0, -1)),
-        ("l2norm", 1, ()),
-        ("l2norm_mp", 1, ()),
-        ("unscale_l2norm", 1, (torch.ones(1),)),
-        ("l2norm_scale", 2, (1.0,)),
-    ],
-)
-def test_each_takes_its_own_lists(name, depth, options, flag):
-    call(name, flag, [some(f32) for _ in range(depth)], options)
-    assert flag.item() == 0
-    known = "multi_tensor_l2norm" if name == "l2norm_mp" else f"multi_tensor_{name}"
-    for wrong in (depth - 1, depth + 1):
-        with pytest.raises(RuntimeError, match=rf"^{known} takes {depth} list\(s\).*got {wrong}"):
-            call(name, flag, [some(f32) for _ in range(wrong)], options)
-    channels = torch.randn(1, 2, 3, 3, 3)
-    dense = [channels, channels.contiguous(memory_format=torch.channels_last_3d), channels[0, :1]]
-    for tensor in dense:
-        call(name, flag, [[tensor.clone()] for _ in range(depth)], options)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_lists_that_do_not_fit(name, flag):
+    refuses = functools.partial(pytest.raises, RuntimeError)
+    lists, options = arguments(name, "cpu")
+    before = [[t.clone() for t in tensors] for tensors in lists]
+    known = "l2norm" if name == "l2norm_mp" else name
+    for wrong in ([], lists * 2):
+        message = rf"^multi_tensor_{known} takes \d list\(s\).*got {len(wrong)}"
+        with refuses(match=message):
+            call(name, flag, wrong, options)
+    with refuses(match="first list is empty"):
+        call(name, flag, [[] for _ in lists], options)
+    for shorter in lists[1:2]:
+        with refuses(match="list 0 has 4 tensors, list 1 has 3"):
+            call(name, flag, [lists[0], shorter[:3], *lists[2:]], options)
+    channels = torch.rand(1, 2, 3, 3, 3)
     for gaps in (channels[:, :1, ::2], channels.transpose(2, 4)):
-        with pytest.raises(RuntimeError, match="tensor 0 of list 0 is neither contiguous"):
-            call(name, flag, [[gaps] for _ in range(depth)], options)
+        with refuses(match="tensor 0 of list 0 is neither contiguous"):
+            call(name, flag, [[gaps, *tensors[1:]] for tensors in lists], options)
+    assert all(map(torch.equal, itertools.chain(*lists), itertools.chain(*before)))
+    last = channels.contiguous(memory_format=torch.channels_last_3d)
+    for dense in (channels, last, channels[0, :1]):
+        call(name, flag, [[dense.clone(), *tensors[1:]] for tensors in lists], options)
+    assert flag.item() == 0
 
 
 def test_what_is_not_here_is_named():
