@@ -108,8 +108,8 @@ def test_norms_beside_a_scale(flag):
     before, inverse = [t.clone() for t in x], torch.tensor([0.125])
     plain = call("l2norm", flag, [x], (True,))
     unscaled = call("unscale_l2norm", flag, [x], (inverse, True))
-    beside = call("l2norm_scale", flag, [x, y], (2.0, True))
-    for norm, eighth, same in zip(plain, unscaled, beside, strict=True):
+    of_input = call("l2norm_scale", flag, [x, y], (2.0, True))
+    for norm, eighth, same in zip(plain, unscaled, of_input, strict=True):
         assert torch.equal(eighth, norm / 8)
         assert torch.equal(same, norm)
     for a, b, c in zip(x, before, y, strict=True):

@@ -122,16 +122,16 @@ def script(tmp_path, text):
 
 
 def test_the_program_runs_a_script_as_python_does(tmp_path, capsys):
-    (tmp_path / "beside.py").write_text("value = 42\n")
+    (tmp_path / "helper.py").write_text("value = 42\n")
     path = script(
         tmp_path,
-        "import sys, beside, apex, amp_C\n"
-        "print(__name__, sys.argv, __file__, beside.value, apex.__name__)\n",
+        "import sys, helper, apex, amp_C\n"
+        "print(__name__, sys.argv, __file__, helper.value, apex.__name__)\n",
     )
     runner.main([path, "--opt-level", "O2", "-x"])
     expected = f"__main__ {[path, '--opt-level', 'O2', '-x']} {path} 42 ampfuse.compat.apex\n"
     assert capsys.readouterr().out == expected
-    sys.modules.pop("beside")
+    sys.modules.pop("helper")
 
 
 def test_the_program_runs_a_module(tmp_path, capsys, monkeypatch):
@@ -148,10 +148,10 @@ def test_the_program_says_which_apex(other, tmp_path, capsys):
     assert capsys.readouterr().out == "ampfuse.compat.apex\n"
 
 
-@pytest.mark.parametrize("beside", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_processes_that_a_script_spawns_find_it_too(beside, tmp_path, capfd):
+@pytest.mark.parametrize("has_other", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_processes_that_a_script_spawns_find_it_too(has_other, tmp_path, capfd):
     """As ``torch.multiprocessing.spawn`` and the workers of a DataLoader may."""
-    if beside:
+    if has_other:
         (tmp_path / "apex.py").write_text("raise ImportError('the other apex')\n")
     path = script(
         tmp_path,
@@ -173,7 +173,7 @@ if __name__ == "__main__":
     process.start()
     process.join()
     sys.exit(process.exitcode)
-""".format("apex" if beside else "apex_C"),
+""".format("apex" if has_other else "apex_C"),
     )
     sys.path.insert(0, "")
     with pytest.raises(SystemExit) as exit:

@@ -184,7 +184,7 @@ def test_what_is_assigned_later_acts(name, attribute, value, argument, copied):
 @pytest.mark.parametrize("dtype", [f16, f32])
 @pytest.mark.parametrize("driven", [False, True])
 def test_sgd_divides_by_the_scale_that_it_was_told(dtype, driven):
-    """Once, also beside a GradScaler's; the closure's gradients count."""
+    """Once, and also with a GradScaler's scale; the closure's gradients count."""
     ps, twins = start(dtype), start(dtype)
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
     optimizer = optimizers.FusedSGD(ps, **options)
@@ -221,7 +221,7 @@ def test_sgd_divides_by_the_scale_that_it_was_told(dtype, driven):
 def test_under_amp_it_trains_and_skips_as_the_class_does(name, level):
     """Its own step knew of no overflow, and its masters did not reach the model."""
     own, options = OWN[name]
-    overflow = 4 if level in ("O1", "O2") else None  # elsewhere the scale is static: nobody skips
+    overflow = 4 if level in ("O1", "O2") else None  # elsewhere the scale is static
     (model, optimizer), (reference, other) = (
         started(kind, level, **options) for kind in (own, getattr(optimizers, name))
     )
@@ -415,7 +415,7 @@ def chains():
     "chain", list(chains()), ids=lambda c: "-".join(k.func.__name__ for k in c)
 )
 def test_states_go_from_one_to_the_next(chain):
-    """torch's and those with a step by hand too; all go the way of one that nobody stops."""
+    """Also torch's and those with a step by hand; they train like one that is not interrupted."""
     first, *others = chain
     optimizer = first(ps := start())
     take_steps(optimizer, ps)

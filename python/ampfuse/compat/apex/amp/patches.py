@@ -1,5 +1,5 @@
-"""What apex's O1 does beside the casts of autocast: ``x.cpu()`` gives FP32, and half values are not
-overwritten by functions that leave their range."""
+"""What apex's O1 does besides the casts of autocast: ``x.cpu()`` gives FP32, and functions that
+leave the range of half do not overwrite half values."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """`network`, cast to float16 in place but for batch norm, behind a cast of its input."""
+    """`network`, cast to float16 in place except for batch norm, after a cast of its input."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
@@ -51,7 +51,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """`network` in float16 (batch norm in float32) behind a cast of its inputs; float16 out."""
+    """`network` in float16 (batch norm in float32), after a cast of its inputs; float16 out."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

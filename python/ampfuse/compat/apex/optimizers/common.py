@@ -41,7 +41,7 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
         *"scale_set_by_backward _first_step _reduced_precision_dtype _of_2019".split(),
     )
 
-    # The constructor's arguments behind `params`, with defaults; those behind * by name alone.
+    # The constructor's arguments after `params`, with defaults; those after * by name alone.
     _takes: str
     # Of these, by our names, what only groups have in ours.
     _in_groups: tuple[str, ...] = ()
