@@ -1,4 +1,4 @@
-"""Calls of each optimizer of ``amp_C``."""
+"""Calls of each operation of ``amp_C`` on lists of tensors."""
 
 import torch
 
@@ -27,11 +27,17 @@ def call(name, noop, lists, options, chunk=65536):
 
 
 def arguments(name, device, lists=None):
-    """A call of each, on float32."""
+    """The lists, float32, and the other arguments of a call."""
     one, step = number(1.0, device), number(T, device, torch.int32)
     moments = (BETA1, BETA2, EPS)
     norms = torch.ones(len(SIZES), device=device)
     depth, options = {
+        "scale": (2, (1.0,)),
+        "axpby": (3, (1.0, 1.0, -1)),
+        "l2norm": (1, ()),
+        "l2norm_mp": (1, ()),
+        "unscale_l2norm": (1, (one,)),
+        "l2norm_scale": (2, (1.0,)),
         "sgd": (3, (WD, 0.9, 0.0, LR, False, False, False, 1.0)),
         "adam": (4, (LR, *moments, T, 1, 1, WD)),
         "adam_capturable": (4, (one, *moments, step, 1, 1, WD, one / 2)),
@@ -55,8 +61,7 @@ def of_all_types(name, lists):
     return halved + lists[halves:]
 
 
-NAMES = [
-    n.removeprefix("multi_tensor_")
-    for n in amp_C.__all__
-    if n.startswith(("multi_tensor_ada", "multi_tensor_la", "multi_tensor_no", "multi_tensor_sg"))
+OPERATIONS = [
+    name.removeprefix("multi_tensor_") for name in amp_C.__all__ if name.startswith("multi_tensor_")
 ]
+NAMES = [n for n in OPERATIONS if n.startswith(("ada", "la", "no", "sg"))]  # of optimizers

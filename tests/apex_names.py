@@ -5,11 +5,11 @@ import sys
 
 from ampfuse.amp import function_casts
 from ampfuse.compat import apex
-from ampfuse.compat.names import TOP
+from ampfuse.compat.apex.installing import EXTENSIONS
 
 
 def _names():
-    return {n: m for n, m in sys.modules.items() if n.split(".")[0] in TOP}
+    return {n: m for n, m in sys.modules.items() if n.split(".")[0] in ("apex", *EXTENSIONS)}
 
 
 @contextlib.contextmanager

@@ -52,3 +52,24 @@ def lamb(ps, gs, states, t, max_grad_norm=1.0, **options):
     total = torch.stack([g.norm() for g in gs]).norm()
     gs = [g * (max_grad_norm / total) if total > max_grad_norm else g for g in gs]
     _steps(reference.Lamb, ps, gs, states, t, **options)
+
+
+def adam_of_2019(p, m, v, g, lr, beta1, beta2, eps, scale, step, mode, bias_correction, decay):
+    """The step of FusedAdam then, on one parameter and its moments; `mode` 0: eps in the root."""
+    g = g.to(p.dtype) / scale
+    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    root = (v + eps).sqrt() if mode == 0 else v.sqrt() + eps
+    if bias_correction:
+        lr = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+    return p - lr * (m / root + decay * p), m, v
+
+
+def clipped_adam_of_2019(ps, gs, states, t, lr, eps, weight_decay, bias_correction, max_grad_norm):
+    """On the parameters of one group, whose gradients are clipped together."""
+    norm = torch.cat([g.reshape(-1) for g in gs]).norm()
+    clip = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm else 1.0
+    given = (lr, 0.9, 0.999, eps, 1.0, t, 1, bias_correction, weight_decay)
+    for p, g, state in zip(ps, gs, states, strict=True):
+        held = (state.get(key, torch.zeros_like(p)) for key in ("m", "v"))
+        new_p, state["m"], state["v"] = adam_of_2019(p, *held, g * clip, *given)
+        p.copy_(new_p)

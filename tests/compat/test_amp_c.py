@@ -1,9 +1,13 @@
 """``amp_C`` and ``apex.multi_tensor_apply``: argument orders, flags and errors."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 
-from ampfuse.compat.apex import amp_C, apex_C
+from amp_c_calls import OPERATIONS, arguments, call
+from ampfuse.compat.apex import amp_C
 from ampfuse.compat.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from cases import bf16, f16, f32, f64
 
@@ -22,7 +26,7 @@ def some(*dtypes):
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_scale(bad, chunk, flag):
-    """A bad input sets the flag, and nothing clears it; what overflows by rounding is no input."""
+    """A bad input sets the flag and nothing clears it. A result that overflows does not set it."""
     x, y = some(f16, bf16, f32), some(f32, f16, bf16)
     apply = MultiTensorApply(chunk)
     assert apply(amp_C.multi_tensor_scale, flag, [x, y], 0.25) is None
@@ -43,12 +47,12 @@ def test_axpby_checks_what_it_is_told(check, seen):
     for bad, expected in enumerate(seen):
         flag = torch.zeros(1, dtype=torch.int32)
         x, y, out = lists = [some(f16, bf16, f32), some(f32, f32, f32), some(f32, f32, f32)]
-        multi_tensor_applier(amp_C.multi_tensor_axpby, flag, lists, 2.0, -3.0, check)
+        call("axpby", flag, lists, (2.0, -3.0, check))
         for a, b, c in zip(x, y, out, strict=True):
             torch.testing.assert_close(c, 2 * a.float() - 3 * b)
         assert flag.item() == 0
         lists[bad][0][0] = float("inf")
-        multi_tensor_applier(amp_C.multi_tensor_axpby, flag, lists, 1.0, 1.0, check)
+        call("axpby", flag, lists, (1.0, 1.0, check))
         assert flag.item() == expected
 
 
@@ -59,41 +63,41 @@ def test_integers_are_as_torch_has_them(dtype, flag):
     floats = torch.randn(5), torch.randn(5)
     expected = x.clone().copy_(0.75 * x + 0.25 * y), 0.75 * floats[0] + 0.25 * floats[1]
     old, new = [x.clone(), floats[0].clone()], [y, floats[1]]
-    multi_tensor_applier(amp_C.multi_tensor_axpby, flag, [old, new, old], 0.75, 0.25, -1)
+    call("axpby", flag, [old, new, old], (0.75, 0.25, -1))
     assert torch.equal(old[0], expected[0])
     torch.testing.assert_close(old[1], expected[1])
     scaled = [torch.empty(3), torch.empty(5)]
-    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[x, floats[0]], scaled], 0.5)
+    call("scale", flag, [[x, floats[0]], scaled], (0.5,))
     assert torch.equal(scaled[0], x * 0.5)
     assert torch.equal(scaled[1], floats[0] * 0.5)
-    _, norms = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [[x, floats[0]]], True)
+    _, norms = call("l2norm", flag, [[x, floats[0]]], (True,))
     torch.testing.assert_close(norms, torch.stack([x.float().norm(), floats[0].norm()]))
-    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[x], [x]], 1.0)  # no floats at all
+    call("scale", flag, [[x], [x]], (1.0,))  # no floats at all
     assert flag.item() == 0
 
 
-@pytest.mark.parametrize("name", ["multi_tensor_l2norm", "multi_tensor_l2norm_mp"])
+@pytest.mark.parametrize("name", ["l2norm", "l2norm_mp"])
 def test_l2norm(name, flag):
-    x, operation = some(f16, bf16, f32), getattr(amp_C, name)
-    norm, norms = multi_tensor_applier(operation, flag, [x], True)
+    x = some(f16, bf16, f32)
+    norm, norms = call(name, flag, [x], (True,))
     exact = torch.stack([torch.linalg.vector_norm(t.double()) for t in x])
     torch.testing.assert_close(norms.double(), exact, rtol=1e-6, atol=0)
     expected = torch.linalg.vector_norm(exact).reshape(1)
     torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
     assert norm.dtype == norms.dtype == f32
     for per_tensor in (False, None):
-        norm, norms = multi_tensor_applier(operation, flag, [x], per_tensor)
+        norm, norms = call(name, flag, [x], (per_tensor,))
         assert (norm.shape, norms.shape) == ((1,), (0,))
     assert flag.item() == 0
     x[0][0] = float("nan")
-    multi_tensor_applier(operation, flag, [x], False)
+    call(name, flag, [x], (False,))
     assert flag.item() == 1
 
 
 @pytest.mark.parametrize(("value", "norm"), [(1e30, 2e30), (3e38, 3.4028235e38)])
 def test_squares_that_overflow_do_not_set_the_flag(value, norm, flag):
     """The second norm is the largest FP32 value: the elements are finite."""
-    found, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [[torch.full((4,), value)]])
+    found, _ = call("l2norm", flag, [[torch.full((4,), value)]], ())
     torch.testing.assert_close(found, torch.tensor([norm]))
     assert flag.item() == 0
 
@@ -102,10 +106,10 @@ def test_norms_beside_a_scale(flag):
     """Unscaled ones leave the tensors; scaling gives the norms of what there was."""
     x, y = some(f16), some(f32)
     before, inverse = [t.clone() for t in x], torch.tensor([0.125])
-    plain = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [x], True)
-    unscaled = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag, [x], inverse, True)
-    beside = multi_tensor_applier(amp_C.multi_tensor_l2norm_scale, flag, [x, y], 2.0, True)
-    for norm, eighth, same in zip(plain, unscaled, beside, strict=True):
+    plain = call("l2norm", flag, [x], (True,))
+    unscaled = call("unscale_l2norm", flag, [x], (inverse, True))
+    of_input = call("l2norm_scale", flag, [x, y], (2.0, True))
+    for norm, eighth, same in zip(plain, unscaled, of_input, strict=True):
         assert torch.equal(eighth, norm / 8)
         assert torch.equal(same, norm)
     for a, b, c in zip(x, before, y, strict=True):
@@ -117,13 +121,13 @@ def test_unscale_l2norm_is_of_unscaled_values(flag):
     """A norm that FP32 holds only once it is unscaled is no overflow."""
     x = [torch.full((9,), 3e38), torch.full((16,), 1.5e38)]
     inv = torch.tensor([2.0**-16])
-    norm, norms = multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag, [x], inv, True)
+    norm, norms = call("unscale_l2norm", flag, [x], (inv, True))
     assert flag.item() == 0
     torch.testing.assert_close(norms, torch.tensor([9e38 / 2**16, 6e38 / 2**16]))
     torch.testing.assert_close(norm, norms.double().norm().float().reshape(1))
     assert [t.shape for t in (norm, norms)] == [(1,), (2,)]
     x[1][3] = float("inf")
-    multi_tensor_applier(amp_C.multi_tensor_unscale_l2norm, flag, [x], inv)
+    call("unscale_l2norm", flag, [x], (inv,))
     assert flag.item() == 1
 
 
@@ -131,24 +135,22 @@ def test_memory_order(flag):
     x = torch.randn(2, 3, 4, 4)
     last = x.contiguous(memory_format=torch.channels_last)
     out = torch.empty_like(last)
-    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[last], [out]], 2.0)
+    call("scale", flag, [[last], [out]], (2.0,))
     assert torch.equal(out, x * 2)
     flat = torch.empty(96)
-    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[x], [flat]], 2.0)
+    call("scale", flag, [[x], [flat]], (2.0,))
     assert torch.equal(flat, x.view(-1) * 2)
     one = x[:, :1].contiguous()  # the stride of one channel says nothing
     other = torch.empty(2, 1, 4, 4).as_strided(one.shape, (16, 1, 4, 1))
-    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[one], [other]], 2.0)
+    call("scale", flag, [[one], [other]], (2.0,))
     assert torch.equal(other, one * 2)
     with pytest.raises(RuntimeError, match="strides"):  # apex paired the wrong elements
-        multi_tensor_applier(amp_C.multi_tensor_scale, flag, [[last], [torch.empty_like(x)]], 1.0)
+        call("scale", flag, [[last], [torch.empty_like(x)]], (1.0,))
 
 
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        ([[], []], "empty"),
-        ([[torch.ones(2)], []], "1 tensors"),
         ([[torch.ones(2)], [torch.ones(3)]], "dst\\[0\\] has shape"),
         ([[torch.ones(2, dtype=f64)], [torch.ones(2)]], "Double"),
         ([[torch.ones(2, device="meta")], [torch.ones(2)]], "not for meta"),
@@ -156,35 +158,33 @@ def test_memory_order(flag):
 )
 def test_errors(lists, message, flag):
     with pytest.raises(RuntimeError, match=message):
-        multi_tensor_applier(amp_C.multi_tensor_scale, flag, lists, 1.0)
+        call("scale", flag, lists, (1.0,))
 
 
-@pytest.mark.parametrize(
-    ("name", "depth", "options"),
-    [
-        ("scale", 2, (1.0,)),
-        ("axpby", 3, (1.0, 1.0, -1)),
-        ("l2norm", 1, ()),
-        ("l2norm_mp", 1, ()),
-        ("unscale_l2norm", 1, (torch.ones(1),)),
-        ("l2norm_scale", 2, (1.0,)),
-    ],
-)
-def test_each_takes_its_own_lists(name, depth, options, flag):
-    op = getattr(amp_C, f"multi_tensor_{name}")
-    multi_tensor_applier(op, flag, [some(f32) for _ in range(depth)], *options)
-    assert flag.item() == 0
-    known = "multi_tensor_l2norm" if name == "l2norm_mp" else f"multi_tensor_{name}"
-    for wrong in (depth - 1, depth + 1):
-        with pytest.raises(RuntimeError, match=rf"^{known} takes {depth} list\(s\).*got {wrong}"):
-            multi_tensor_applier(op, flag, [some(f32) for _ in range(wrong)], *options)
-    channels = torch.randn(1, 2, 3, 3, 3)
-    dense = [channels, channels.contiguous(memory_format=torch.channels_last_3d), channels[0, :1]]
-    for tensor in dense:
-        multi_tensor_applier(op, flag, [[tensor.clone()] for _ in range(depth)], *options)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_lists_that_do_not_fit(name, flag):
+    refuses = functools.partial(pytest.raises, RuntimeError)
+    lists, options = arguments(name, "cpu")
+    before = [[t.clone() for t in tensors] for tensors in lists]
+    known = "l2norm" if name == "l2norm_mp" else name
+    for wrong in ([], lists * 2):
+        message = rf"^multi_tensor_{known} takes \d list\(s\).*got {len(wrong)}"
+        with refuses(match=message):
+            call(name, flag, wrong, options)
+    with refuses(match="first list is empty"):
+        call(name, flag, [[] for _ in lists], options)
+    for shorter in lists[1:2]:
+        with refuses(match="list 0 has 4 tensors, list 1 has 3"):
+            call(name, flag, [lists[0], shorter[:3], *lists[2:]], options)
+    channels = torch.rand(1, 2, 3, 3, 3)
     for gaps in (channels[:, :1, ::2], channels.transpose(2, 4)):
-        with pytest.raises(RuntimeError, match="tensor 0 of list 0 is neither contiguous"):
-            multi_tensor_applier(op, flag, [[gaps] for _ in range(depth)], *options)
+        with refuses(match="tensor 0 of list 0 is neither contiguous"):
+            call(name, flag, [[gaps, *tensors[1:]] for tensors in lists], options)
+    assert all(map(torch.equal, itertools.chain(*lists), itertools.chain(*before)))
+    last = channels.contiguous(memory_format=torch.channels_last_3d)
+    for dense in (channels, last, channels[0, :1]):
+        call(name, flag, [[dense.clone(), *tensors[1:]] for tensors in lists], options)
+    assert flag.item() == 0
 
 
 def test_what_is_not_here_is_named():
@@ -195,43 +195,23 @@ def test_what_is_not_here_is_named():
 
 
 def test_update_scale_hysteresis():
-    """Against the rules of the reference, written as branches."""
-    scale, growth, hysteresis = 1024.0, 0, 2
-    tensors = (
-        torch.tensor([scale]),
-        torch.tensor([growth], dtype=torch.int32),
-        torch.tensor([hysteresis], dtype=torch.int32),
-    )
+    """Against the rule, written as branches."""
+    expected = [1024.0, 0, 2]
+    tensors = torch.tensor([1024.0]), *torch.tensor([[0], [2]], dtype=torch.int32)
     for found in (0, 0, 1, 0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0):
-        result = amp_C.update_scale_hysteresis(
-            *tensors, torch.tensor([float(found)]), 2.0, 0.5, 3, 2
-        )
+        found_inf = torch.tensor([float(found)])
+        result = amp_C.update_scale_hysteresis(*tensors, found_inf, 2.0, 0.5, 3, 2)
+        scale, growth, hysteresis = expected
         if found:
-            hysteresis -= 1
-            growth = 0
-            if hysteresis <= 0:
-                scale *= 0.5
+            growth, hysteresis = 0, hysteresis - 1
+            scale *= 0.5 if hysteresis <= 0 else 1.0
         else:
-            growth += 1
+            growth, hysteresis = growth + 1, 2
             if growth == 3:
                 scale, growth = scale * 2.0, 0
-            hysteresis = 2
+        expected = [scale, growth, hysteresis]
         assert result is tensors[0]
-        assert [t.item() for t in tensors] == [scale, growth, hysteresis]
+        assert [t.item() for t in tensors] == expected
     largest = torch.tensor([2.0**127])
     amp_C.update_scale_hysteresis(largest, *tensors[1:], torch.zeros(1), 2.0, 0.5, 1, 2)
     assert largest.item() == 2.0**127
-
-
-# --- apex_C -------------------------------------------------------------------------------------
-
-
-def test_flatten_and_unflatten():
-    """They are torch's; the parts are views."""
-    tensors = [torch.rand(2, 3), torch.rand(()), torch.rand(0, 4)]
-    assert apex_C.flatten(tensors).tolist() == [*tensors[0].flatten().tolist(), tensors[1].item()]
-    raw = torch.zeros(7, dtype=f16)
-    views = apex_C.unflatten(raw, tensors)
-    assert [view.shape for view in views] == [tensor.shape for tensor in tensors]
-    views[1].fill_(2)
-    assert raw.tolist() == [0.0] * 6 + [2.0]

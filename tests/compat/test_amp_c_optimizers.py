@@ -25,7 +25,7 @@ from amp_c_calls import (
 )
 from ampfuse.compat.apex import amp_C, fused_adam_cuda
 from ampfuse.compat.apex.multi_tensor_apply import multi_tensor_applier
-from apex_formulas import adagrad, adam, novograd, rule_of, sgd
+from apex_formulas import adagrad, adam, adam_of_2019, novograd, rule_of, sgd
 from cases import bf16, f16, f32, f64
 
 CHUNKS = (65536, 333)
@@ -377,14 +377,8 @@ def test_what_does_not_fit(name):
     lists, options = arguments(name, "cpu")
     refuses = functools.partial(pytest.raises, RuntimeError)
     before, noop = copies(lists), flag(0, "cpu")
-    with refuses(match=rf"^multi_tensor_{name} takes \d list"):
-        call(name, noop, lists[:1], options)
-    with refuses(match="list 1 has 3"):
-        call(name, noop, [lists[0], lists[1][:3], *lists[2:]], options)
     with refuses(match="they have to match"):
         call(name, noop, [lists[0][::-1], *lists[1:]], options)
-    with refuses(match="first list is empty"):
-        call(name, noop, [[] for _ in lists], options)
     with refuses(match="float64; it must be torch.float32"):
         call(name, noop, [[t.double() for t in tensors] for tensors in lists], options)
     wrong = {"sgd": 2, "lamb_mp": 1, "lamb_stage1_cuda": 3, "lamb_stage2_cuda": None}
@@ -393,6 +387,9 @@ def test_what_does_not_fit(name):
         mixed = [*lists[:last], [t.half() for t in lists[last]], *lists[last + 1 :]]
         with refuses(match=f"of list {last} is torch.float16"):
             call(name, noop, mixed, options)
+    if name == "sgd":
+        with refuses(match=r"list 3 is torch.float32; it must be torch.float16"):
+            call(name, noop, [*lists, rand()], options)
     assert_unchanged(lists, before)
 
 
@@ -414,23 +411,7 @@ def test_numbers_that_do_not_fit(name, place, message):
         call(name, flag(0, "cpu"), lists, options)
 
 
-def test_model_weights_that_are_not_half():
-    lists, options = arguments("sgd", "cpu")
-    with pytest.raises(RuntimeError, match=r"list 3 is torch.float32; it must be torch.float16"):
-        call("sgd", flag(0, "cpu"), [*lists, rand()], options)
-
-
 # --- fused_adam_cuda ------------------------------------------------------------------------------
-
-
-def _adam_of_2019(p, m, v, g, lr, beta1, beta2, eps, scale, step, mode, bias_correction, decay):
-    """apex's formula, in the type of `p`; of a gradient that is not finite the result is not."""
-    g = g.to(p.dtype) / scale
-    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-    denominator = (v + eps).sqrt() if mode == 0 else v.sqrt() + eps
-    if bias_correction:
-        lr = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-    return p - lr * (m / denominator + decay * p), m, v
 
 
 @pytest.mark.parametrize("mode", [0, 1])
@@ -444,7 +425,7 @@ def test_fused_adam_cuda(name, dtype, of_grad, bias_correction, mode):
     given = (0.1, 0.9, 0.99, 0.01, 4.0, 3, mode, bias_correction, 0.05)
     flag = torch.zeros(1, dtype=torch.int32)
     before = [t.clone() for t in (p, m, v)]
-    expected = _adam_of_2019(p, m, v, g, *given)
+    expected = adam_of_2019(p, m, v, g, *given)
     step = getattr(fused_adam_cuda, name)
     if name.endswith("_mt"):
         multi_tensor_applier(step, flag, [[p], [m], [v], [g], [copy]], *given)

@@ -53,7 +53,17 @@ def backward(model, optimizer, factor=1.0, **options):
     loss = model(x).float().pow(2).mean() * factor
     with amp.scale_loss(loss, optimizer, **options) as scaled:
         scaled.backward()
-    return loss
+
+
+def train(model, optimizer, *factors, **options):
+    """A step for each of the factors that multiply the loss."""
+    for factor in factors:
+        optimizer.zero_grad()
+        backward(model, optimizer, factor, **options)
+        optimizer.step()
+
+
+INF, NAN = float("inf"), float("nan")
 
 
 # --- what is printed ----------------------------------------------------------------------------
@@ -77,10 +87,8 @@ def told(number, scale):
 def test_each_overflow_is_printed_as_apex_did(level, options, printed, capsys, caplog):
     given = {"verbosity": 1, "num_losses": 2, "max_loss_scale": 1024.0, **options}
     model, optimizer = start(level, **given)
-    for factor, loss_id in ((1.0, 0), (float("inf"), 1), (float("nan"), 1), (1.0, 1), (1e30, 0)):
-        optimizer.zero_grad()
-        backward(model, optimizer, factor, loss_id=loss_id)
-        optimizer.step()
+    for factor, loss_id in ((1.0, 0), (INF, 1), (NAN, 1), (1.0, 1), (1e30, 0)):
+        train(model, optimizer, factor, loss_id=loss_id)
     assert capsys.readouterr().out.splitlines() == printed
     assert "skipped" not in caplog.text
 
@@ -90,7 +98,7 @@ def test_an_overflow_of_several_optimizers_is_printed_once(capsys):
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     amp.initialize(models, optimizers, opt_level="O2")
     losses = [model(torch.rand(4, 4)).float().sum() for model in models]
-    with amp.scale_loss(1e-3 * losses[0] + float("inf") * losses[1], optimizers) as scaled:
+    with amp.scale_loss(1e-3 * losses[0] + INF * losses[1], optimizers) as scaled:
         scaled.backward()
     assert capsys.readouterr().out.splitlines() == [told(0, 32768.0)]
 
@@ -104,14 +112,10 @@ def test_what_a_device_has_not_told_yet_is_printed_later(monkeypatch, capsys):
 
     monkeypatch.setattr(overflow_report, "Sample", Slow)
     model, optimizer = start(verbosity=1, max_loss_scale=1024.0)
-    for factor in (float("inf"), 1.0, float("inf")):
-        optimizer.zero_grad()
-        backward(model, optimizer, factor)
-        optimizer.step()
+    train(model, optimizer, INF, 1.0, INF)
     assert capsys.readouterr().out == ""
     Slow.arrived = True
-    optimizer.zero_grad()
-    backward(model, optimizer, 1.0)
+    train(model, optimizer, 1.0)
     assert capsys.readouterr().out.splitlines() == [told(0, 512.0), told(0, 256.0)]
 
 
@@ -124,11 +128,9 @@ def test_arguments_by_position():
     amp.initialize(
         model, optimizer, True, "O2", bf16, False, "False", True, "128.0", f16, 3, 0, 2.0, 4.0
     )
-    p = state.opt_properties
-    assert p.cast_model_type == bf16
-    assert p.keep_batchnorm_fp32 is False
-    assert p.master_weights is True
-    assert p.loss_scale == 128.0
+    options = {"cast_model_type": bf16, "keep_batchnorm_fp32": False, "master_weights": True}
+    found = state.opt_properties.options
+    assert found == found | options | {"opt_level": "O2", "loss_scale": 128.0}
     assert len(state.loss_scalers) == 3
     assert (state.verbosity, state.min_loss_scale, state.max_loss_scale) == (0, 2.0, 4.0)
     assert model(torch.rand(2, 4)).dtype == f16
@@ -153,13 +155,13 @@ def test_properties_of_each_level(level):
 
 def test_errors_of_scale_loss():
     _, optimizer = start("O2")
-    for loss, optimizers, what in [
-        (torch.zeros(()), None, "NoneType"),
-        (torch.zeros(()), 3, "int"),
-        (1.0, optimizer, "float"),
-    ]:
-        with pytest.raises(TypeError, match=what), amp.scale_loss(loss, optimizers):
+    loss = torch.zeros(())
+    for *given, what in [(loss, None, "NoneType"), (loss, 3, "int"), (1.0, optimizer, "float")]:
+        with pytest.raises(TypeError, match=what), amp.scale_loss(*given):
             pass
+
+
+def test_disabled():
     start(enabled=False)
     with amp.scale_loss(1.0, None) as scaled:
         assert scaled == 1.0
@@ -266,14 +268,14 @@ def test_loss_scaler_unscales_and_adapts():
     scaler.clear_overflow_state()
     scaler.unscale(grads, masters, None)
     assert masters[0].tolist() == [2.0, -1.0]
-    scaler.unscale_with_stashed(grads, [torch.tensor([1.0, float("inf")])], masters)
+    scaler.unscale_with_stashed(grads, [torch.tensor([1.0, INF])], masters)
     assert masters[0][0] == 3.0
     assert scaler.update_scale() is False  # the stash is not looked at
     scaler.unscale(grads, masters, None, scale_override=8.0)
     assert masters[0].tolist() == [1.0, -0.5]
     assert scaler.update_scale() is False
     assert scaler.loss_scale() == 8.0
-    scaler.unscale([torch.tensor([float("nan")])], [torch.empty(1)], None)
+    scaler.unscale([torch.tensor([NAN])], [torch.empty(1)], None)
     assert scaler.update_scale() is True
     assert scaler.loss_scale() == 4.0
     scaler.clear_overflow_state()
@@ -295,13 +297,13 @@ def test_loss_scalers_pickle():
     again = pickle.loads(pickle.dumps(scaler))
     assert again.state_dict() == scaler.state_dict()
     assert again.dynamic
-    again.unscale([torch.tensor([float("inf")])], [torch.empty(1)], None)
+    again.unscale([torch.tensor([INF])], [torch.empty(1)], None)
     again.update_scale()
     assert again.loss_scale() == 128.0
 
 
 # What is not finite in the first of two passes is seen when the second one adds to it.
-@pytest.mark.parametrize("factors", [[float("inf")], [float("nan"), 1.0], [1.0, float("inf")]])
+@pytest.mark.parametrize("factors", [[INF], [NAN, 1.0], [1.0, INF]])
 @pytest.mark.parametrize(
     ("level", "kind"),
     [
@@ -314,21 +316,19 @@ def test_the_caller_decides_on_overflow(level, kind, factors):
     (scaler,) = state.loss_scalers
     scaler._loss_scale = 2.0**20
 
-    def passes(*factors):
-        for factor in factors:
-            backward(model, optimizer, factor, delay_overflow_check=True)
-
     *_, bias = amp.master_params(optimizer)
     before = bias.clone()
     for halved in (2.0**19, 2.0**18, 2.0**17):
-        passes(*factors)
+        for factor in factors:
+            backward(model, optimizer, factor, delay_overflow_check=True)
         assert scaler.loss_scale() == 2 * halved
         assert scaler._has_overflow
         assert scaler.update_scale() is True
         assert scaler.loss_scale() == halved
         for param in [*amp.master_params(optimizer), *model.parameters()]:
             param.grad = None  # instead of a step
-    passes(*[1e-3] * len(factors))
+    for _ in factors:
+        backward(model, optimizer, 1e-3, delay_overflow_check=True)
     assert scaler._overflow_buf.tolist() == [0]
     assert scaler.update_scale() is False
     optimizer.step()
@@ -348,7 +348,7 @@ def test_update_scale_reads_the_buffer_that_the_script_gave():
     assert former is overflow
     assert overflow.tolist() == [0]  # cleared for the next pass
     assert (scaler.loss_scale(), scaler._unskipped) == (32768.0, 1)
-    backward(model, optimizer, float("inf"), delay_overflow_check=True)
+    backward(model, optimizer, INF, delay_overflow_check=True)
     scaler._overflow_buf = ours  # the gradients were mended, or will be
     assert scaler.update_scale() is False
     scaler._has_overflow = True
@@ -376,14 +376,12 @@ def test_what_a_checked_pass_found_is_in_the_buffer():
     model, optimizer = start("O2", loss_scale="dynamic")
     (scaler,) = state.loss_scalers
     assert not scaler._has_overflow
-    for factor, found in ((float("inf"), True), (1e-3, False)):
-        backward(model, optimizer, factor)
+    for factor, found in ((INF, True), (1e-3, False)):
+        train(model, optimizer, factor)
         assert scaler._has_overflow is found
-        optimizer.step()
-        optimizer.zero_grad()
     assert scaler.loss_scale() == 32768.0
     static, optimizer = start("O2", loss_scale=4.0)
-    backward(static, optimizer, float("inf"), delay_overflow_check=True)
+    backward(static, optimizer, INF, delay_overflow_check=True)
     assert state.loss_scalers[0]._has_overflow
     assert state.loss_scalers[0].update_scale() is False
 
@@ -394,18 +392,17 @@ def test_the_rule_of_a_scale_can_be_assigned():
     scaler._loss_scale, scaler._scale_seq_len, scaler._max_loss_scale = 2.0**13, 4, 2.0**14
     scales = []
     for _ in range(12):
-        backward(model, optimizer, 1e-3)
-        optimizer.step()
+        train(model, optimizer, 1e-3)
         scales.append(scaler.loss_scale())
     assert scales == [2.0**13] * 3 + [2.0**14] * 9
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**14, "unskipped": 0}}
     assert pickle.loads(pickle.dumps(scaler))._scale_seq_len == 4
     scaler._min_loss_scale = 2.0**13
     for _ in range(3):
-        backward(model, optimizer, float("inf"))
+        backward(model, optimizer, INF)
     assert scaler.loss_scale() == 2.0**13
     scaler._min_loss_scale = None
-    backward(model, optimizer, float("inf"))
+    backward(model, optimizer, INF)
     assert scaler.loss_scale() == 2.0**12
     with pytest.raises(
         ValueError, match="growth_interval is 0; it must be a whole number of at least 1"
@@ -422,15 +419,15 @@ CLASSES = torch.tensor([1.0, 2.0, 1 / 3])
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    ("loss", "target"),
+    ("loss", "targets"),
     [
-        (nn.CrossEntropyLoss(weight=CLASSES), torch.arange(8) % 3),
-        (nn.BCEWithLogitsLoss(pos_weight=CLASSES), torch.rand(8, 3)),
-        (nn.GaussianNLLLoss(), torch.rand(8, 3)),
+        (nn.CrossEntropyLoss(weight=CLASSES), [torch.arange(8) % 3]),
+        (nn.BCEWithLogitsLoss(pos_weight=CLASSES), [torch.rand(8, 3)]),
+        (nn.GaussianNLLLoss(), [torch.rand(8, 3), torch.ones(8, 3)]),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_losses_that_are_parts_of_a_model(loss, target, level):
+def test_losses_that_are_parts_of_a_model(loss, targets, level):
     """Loss weights became half with the model, and met FP32 outputs."""
 
     class Classifier(nn.Module):
@@ -438,19 +435,16 @@ def test_losses_that_are_parts_of_a_model(loss, target, level):
             super().__init__()
             self.fc, self.loss = nn.Linear(4, 3), copy.deepcopy(loss)
 
-        def forward(self, x, target=None):
-            y = self.fc(x)
-            return y if target is None else self.loss(y, *targets)
+        def forward(self, x, *targets):
+            return self.loss(self.fc(x), *targets) if targets else self.fc(x)
 
-    targets = (target, torch.ones(8, 3)) if isinstance(loss, nn.GaussianNLLLoss) else (target,)
     model, x = Classifier(), torch.rand(8, 4)
-    expected = model(x, target).item()
+    expected = model(x, *targets).item()
     amp.initialize(model, opt_level=level, verbosity=0)
     for copied in (model, copy.deepcopy(model)):
-        outside, inside = copied.loss(copied(x), *targets), copied(x, target)
-        assert outside.dtype == inside.dtype == f32
-        assert outside.item() == pytest.approx(expected, rel=5e-3)
-        assert inside.item() == pytest.approx(expected, rel=5e-3)
+        for found in (copied.loss(copied(x), *targets), copied(x, *targets)):
+            assert found.dtype == f32
+            assert found.item() == pytest.approx(expected, rel=5e-3)
     weights = [t for t in model.loss.state_dict().values() if t.is_floating_point()]
     assert all(t.dtype == f32 and torch.equal(t, CLASSES) for t in weights)
 
@@ -485,8 +479,7 @@ def test_a_bfloat16_model_by_override(level):
     model, optimizer = start(level, cast_model_type=bf16)
     before = model.fc1.weight.detach().clone()
     assert before.dtype == bf16
-    backward(model, optimizer)
-    optimizer.step()
+    train(model, optimizer, 1.0)
     assert not torch.equal(model.fc1.weight, before)
 
 
@@ -504,8 +497,7 @@ def test_o1_with_a_cast_to_float32():
 def test_a_training_that_is_over_is_freed(level):
     """apex's patches held the first model for good."""
     model, optimizer = start(level)
-    backward(model, optimizer)
-    optimizer.step()
+    train(model, optimizer, 1.0)
     gone = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.fc1.weight)]
     del model, optimizer
     start(level)

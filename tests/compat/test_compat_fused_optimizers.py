@@ -1,7 +1,7 @@
 """``apex.optimizers``: every flag against apex's formulas, written plainly in float64."""
 
 import copy
-import importlib
+import functools
 import inspect
 import itertools
 import math
@@ -14,7 +14,7 @@ from torch import nn
 from ampfuse import optim
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, optimizers
-from apex_formulas import adagrad, adam, lamb, novograd, sgd
+from apex_formulas import adagrad, adam, clipped_adam_of_2019, lamb, novograd, sgd
 from apex_optimizers import (
     assert_close,
     assert_equal,
@@ -32,6 +32,13 @@ ON, OFF, DECAY = (True, False), (False, True), (0.0, 0.1)
 AVERAGES = {"bias_correction": ON, "weight_decay": DECAY, "grad_averaging": ON}
 LAMB = AVERAGES | {"adam_w_mode": ON, "max_grad_norm": (1.0, 100.0), "use_nvlamb": OFF}
 SGD = {"lr": (0.05,), "momentum": (0, 0.9), "weight_decay": (0, 0.1), "dampening": (0, 0.3)}
+
+
+def every(flags):
+    """Every combination of the values of the flags."""
+    return [dict(zip(flags, values, strict=True)) for values in itertools.product(*flags.values())]
+
+
 OPTIMIZERS = {
     "FusedSGD": (sgd, SGD | {"wd_after_momentum": OFF}),
     "FusedAdam": (adam, {"bias_correction": ON, "adam_w_mode": ON, "weight_decay": DECAY}),
@@ -43,92 +50,91 @@ OPTIMIZERS = {
     "FusedLAMB": (lamb, LAMB),
     "FusedMixedPrecisionLamb": (lamb, LAMB),
 }
-CASES = [
-    (name, dict(zip(flags, values, strict=True)))
-    for name, (_, flags) in OPTIMIZERS.items()
-    for values in itertools.product(*flags.values())
-]
-CASES += [
-    ("FusedSGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1} | late)
-    for late in ({}, {"wd_after_momentum": True})
-]
-# An eps so large that it counts.
-CASES += [(name, {"eps": 0.1}) for name in OPTIMIZERS if name != "FusedSGD"]
-CASES += [  # 0 does not switch clipping off: it is the norm that all gradients are clipped to
-    (name, {"max_grad_norm": largest})
-    for name in ("FusedLAMB", "FusedMixedPrecisionLamb")
-    for largest in (0, math.inf)
-]
+# name: the formula and the options of each case
+RULES = {name: (rule, every(flags)) for name, (rule, flags) in OPTIMIZERS.items()}
+for late in ({}, {"wd_after_momentum": True}):
+    nesterov = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+    RULES["FusedSGD"][1].append(nesterov | late)
+for name in OPTIMIZERS.keys() - {"FusedSGD"}:
+    RULES[name][1].append({"eps": 0.1})  # so large that it counts
+for name in ("FusedLAMB", "FusedMixedPrecisionLamb"):
+    # 0 does not switch clipping off: it is the norm that all gradients are clipped to.
+    RULES[name][1].extend({"max_grad_norm": largest} for largest in (0, math.inf))
+OLD = {"lr": (0.05,), "eps": (1e-3,), "weight_decay": (0.1,), "bias_correction": ON}
+OLD |= {"max_grad_norm": (0.0, 0.5, 100.0)}
+for name in ("FusedAdam of 2019", "FusedAdam of contrib"):
+    RULES[name] = (clipped_adam_of_2019, every(OLD))
+
+
+NAMES = [*OPTIMIZERS, "FusedAdam of 2019"]
+
+
+def kind_of(name, **options):
+    """The class of that name, with its options; arguments of 2019 make FusedAdam clip."""
+    short, *of = name.split()
+    kind = getattr(apex.contrib.optimizers if "contrib" in of else optimizers, short)
+    if "2019" in of:
+        options = {"max_grad_norm": 1.0, **options}
+    return functools.partial(kind, **options)
 
 
 def make(name, params, **options):
     """An optimizer with a rate, and momentum if it is SGD."""
     usual = {"lr": 0.01} | ({"momentum": 0.9} if name == "FusedSGD" else {})
-    return getattr(optimizers, name)(params, **(usual | options))
+    return kind_of(name, **(usual | options))(params)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     ("name", "options"),
-    CASES,
+    [(name, options) for name, (_, cases) in RULES.items() for options in cases],
     ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
 )
-def test_formulas(name, options):
-    """A weight and a gradient of zeros have norms that nothing can be divided by."""
-    ps = start()
+def test_formulas(name, options, groups):
+    """The options hold for groups added later. A weight and a gradient of zeros have norms that
+    nothing can be divided by.
+    """
+    ps, rule = start(), RULES[name][0]
     with torch.no_grad():
         ps[1].zero_()
     exact, states = [p.detach().to(f64) for p in ps], [{} for _ in ps]
-    optimizer = getattr(optimizers, name)(ps, **options)
+    split = [slice(None)] if groups == 1 else [slice(2), slice(2, None)]
+    optimizer = kind_of(name, **options)(ps[split[0]])
+    if groups == 2:
+        optimizer.add_param_group({"params": ps[split[1]]})
     for t in range(1, 5):
         gs = gradients(t)
         gs[2].zero_()
         for p, g in zip(ps, gs, strict=True):
             p.grad = g.clone()
         optimizer.step()
-        OPTIMIZERS[name][0](exact, [g.to(f64) for g in gs], states, t, **options)
+        for part in split if rule is clipped_adam_of_2019 else [slice(None)]:
+            rule(exact[part], [g.to(f64) for g in gs[part]], states[part], t, **options)
     assert_close([p.to(f64) for p in ps], exact, rtol=2e-5, atol=1e-6)
+    for group in optimizer.param_groups:
+        assert group == group | {key: options[key] for key in options if key in group}
 
 
-SIGNATURES = {
-    "FusedSGD": "lr=None, momentum=0, dampening=0, weight_decay=0, nesterov=False, "
-    "wd_after_momentum=False, materialize_master_grads=True, set_grad_none=False",
-    "FusedAdam": "lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, adam_w_mode=True, "
-    "weight_decay=0.0, amsgrad=False, set_grad_none=True, capturable=False, master_weights=False",
-    "FusedAdagrad": "lr=0.01, eps=1e-10, weight_decay=0.0, set_grad_none=True, "
-    "adagrad_w_mode=False",
-    "FusedNovoGrad": "lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, "
-    "weight_decay=0.0, amsgrad=False, reg_inside_moment=False, grad_averaging=True, norm_type=2, "
-    "init_zero=False, set_grad_none=True",
-    "FusedLAMB": "lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-06, "
-    "weight_decay=0.01, amsgrad=False, adam_w_mode=True, grad_averaging=True, set_grad_none=True, "
-    "max_grad_norm=1.0, use_nvlamb=False",
-    "FusedMixedPrecisionLamb": "lr=0.001, step=0, bias_correction=True, betas=(0.9, 0.999), "
-    "eps=1e-06, weight_decay=0.01, amsgrad=False, adam_w_mode=True, grad_averaging=True, "
-    "max_grad_norm=1.0, use_nvlamb=False, reduced_precision_dtype=None",
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_arguments_keep_apexs_order_and_defaults(name):
-    parameters = inspect.signature(getattr(optimizers, name)).parameters.values()
-    ours = [f"{p.name}={p.default}" for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert ", ".join(["params", SIGNATURES[name]]) == ", ".join(["params", *ours[1:]])
+def takes(name, option):
+    return option in inspect.signature(getattr(optimizers, name)).parameters
 
 
 @pytest.mark.parametrize(
     ("name", "options", "error"),
     [
-        *((n, {"amsgrad": True}, "AMSGrad") for n in OPTIMIZERS if "amsgrad" in SIGNATURES[n]),
+        *((n, {"amsgrad": True}, "AMSGrad") for n in OPTIMIZERS if takes(n, "amsgrad")),
         ("FusedNovoGrad", {"norm_type": 1}, "norm_type"),
         ("FusedAdam", {"master_weights": True}, "capturable"),
+        ("FusedAdam", {"eps_inside_sqrt": True}, "eps_mode=0"),
+        ("FusedAdam of contrib", {"eps_inside_sqrt": True}, "eps_mode=0"),
         ("FusedSGD", {}, "pass lr"),
     ],
 )
 def test_what_they_refuse(name, options, error):
-    """Beside what is refused in the classes of ampfuse.optim."""
-    kind = ValueError if name == "FusedSGD" else RuntimeError
-    with pytest.raises(kind, match=error):
-        getattr(optimizers, name)(start(), **options)
+    """Besides what the classes of ampfuse.optim refuse."""
+    expected = ValueError if name == "FusedSGD" else RuntimeError
+    with pytest.raises(expected, match=error):
+        kind_of(name, **options)(start())
 
 
 @pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
@@ -139,7 +145,7 @@ def test_arguments_that_apex_gave_up(name):
         optimizers.FusedAdam(start()).step(nonsense=1)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_closures_run_with_gradients_and_return_the_loss(name):
     ps = start()
     optimizer = make(name, ps)
@@ -161,34 +167,39 @@ def test_closures_run_with_gradients_and_return_the_loss(name):
 def test_zero_grad_does_what_set_grad_none_says(name, drops):
     """In the constructor, or assigned later."""
     ps = start()
-    has_option = "set_grad_none" in SIGNATURES[name]
+    has_option = takes(name, "set_grad_none")
     optimizer = make(name, ps, **({"set_grad_none": drops} if has_option else {}))
     drops |= not has_option
-    cases = [(None, drops), (True, True), (False, False)]
-    for given, dropped in cases + [(None, not drops)] * has_option:
-        if (given, dropped) == (None, not drops):
-            optimizer.set_grad_none = dropped
+
+    def assert_zero_grad(dropped, **given):
         take_steps(optimizer, ps, last=1)
-        optimizer.zero_grad() if given is None else optimizer.zero_grad(set_to_none=given)
+        optimizer.zero_grad(**given)
         assert [p.grad is None for p in ps] == [dropped] * len(ps)
         assert dropped or not any(p.grad.any() for p in ps)
 
+    assert_zero_grad(drops)
+    assert_zero_grad(True, set_to_none=True)
+    assert_zero_grad(False, set_to_none=False)
+    if has_option:
+        optimizer.set_grad_none = not drops
+        assert_zero_grad(not drops)
+
 
 @pytest.mark.parametrize("level", [f32, f16, bf16, "O0", "O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_they_train_and_resume_with_the_same_bits(name, level):
     """NovoGrad raised KeyError in apex's initialize, and its state crashed; half moments and lost
     masters gave other weights. Without amp, apex cast FP32 moments to the type of the parameters,
     and FusedAdam read them as FP32 then.
     """
     of = {"FusedSGD": {"lr": 0.1, "momentum": 0.9}}.get(name, {"lr": 0.02})
-    model, optimizer = started(getattr(optimizers, name), level, **of)
+    model, optimizer = started(kind_of(name), level, **of)
     losses = train(model, optimizer, 6)
     things = (model, optimizer, amp) if isinstance(level, str) else (model, optimizer)
     saved = [copy.deepcopy(thing.state_dict()) for thing in things]
     losses += train(model, optimizer, 6)
     assert losses[-1] < losses[0]
-    again, resumed = started(getattr(optimizers, name), level, **of)
+    again, resumed = started(kind_of(name), level, **of)
     for thing, state in zip((again, resumed, amp), saved, strict=False):
         thing.load_state_dict(state)
     states = resumed.state_dict()["state"].values()
@@ -197,14 +208,15 @@ def test_they_train_and_resume_with_the_same_bits(name, level):
     assert_same_bits(snapshot(resumed), snapshot(optimizer))
 
 
-# The keys of a group that apex saved, but for lr and params.
-APEX_KEYS = {
-    "FusedSGD": ("momentum", "dampening", "weight_decay", "nesterov"),
-    "FusedAdam": ("betas", "eps", "weight_decay", "bias_correction"),
-    "FusedAdagrad": ("eps", "weight_decay"),
-    "FusedNovoGrad": ("betas", "eps", "weight_decay", "bias_correction", "grad_averaging"),
-    "FusedLAMB": ("betas", "eps", "weight_decay", "bias_correction", "grad_averaging"),
-    "FusedMixedPrecisionLamb": ("betas", "eps", "weight_decay", "bias_correction"),
+# The entries of a group in apex's classes.
+MOMENTS = "bias_correction betas eps"
+GROUPS = {
+    "FusedSGD": "momentum dampening nesterov",
+    "FusedAdam": MOMENTS,
+    "FusedAdagrad": "eps",
+    "FusedNovoGrad": f"{MOMENTS} grad_averaging norm_type init_zero",
+    "FusedLAMB": f"{MOMENTS} grad_averaging max_grad_norm",
+    "FusedMixedPrecisionLamb": f"{MOMENTS} grad_averaging max_grad_norm",
 }
 
 
@@ -213,18 +225,15 @@ def as_apex(name, optimizer):
     state_dict = copy.deepcopy(optimizer.state_dict())
     state, (group,) = state_dict["state"], state_dict["param_groups"]
     steps = [entry.pop("step", None) for entry in state.values()]
-    group = {key: group[key] for key in ("lr", "params", *APEX_KEYS[name])}
+    group = {key: group[key] for key in ("params", "lr", "weight_decay", *GROUPS[name].split())}
     if name not in ("FusedSGD", "FusedAdagrad"):
         group["step"] = int(steps[0])
-    if "LAMB" in name.upper():
-        group["max_grad_norm"] = 1.0
     if name == "FusedMixedPrecisionLamb":
         group["lr"] = torch.tensor(group["lr"])
         group["step"] = torch.tensor([group["step"]], dtype=torch.int32)
     if name == "FusedNovoGrad":
         norms = [entry.pop("exp_avg_norm") for entry in state.values()]
         group["exp_avg_sq"] = [torch.empty(0), torch.stack(norms)]
-        group |= {"norm_type": 2, "init_zero": False}
     return {"state": state, "param_groups": [group]}
 
 
@@ -317,7 +326,7 @@ def test_hooks_run_once_a_step(name):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_copies_keep_what_the_constructor_said(name, copied):
     options = {"set_grad_none": name == "FusedSGD"}  # not the default
     if name == "FusedMixedPrecisionLamb":
@@ -402,18 +411,6 @@ def test_mixed_precision_lamb():
         assert (p == 0.5).all()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_flags_of_the_constructor_hold_for_groups_added_later(name):
-    flags = OPTIMIZERS[name][1]
-    options = {key: values[-1] for key, values in flags.items() if key != "lr"}
-    together, later = start(), start()
-    take_steps(make(name, together, **options), together)
-    optimizer = make(name, later[:1], **options)
-    optimizer.add_param_group({"params": later[1:]})
-    take_steps(optimizer, later)
-    assert_equal(together, later)
-
-
 @pytest.mark.parametrize("dtype", [f32, f16])
 @pytest.mark.parametrize("largest", [1.0, math.inf])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -432,74 +429,7 @@ def test_mixed_precision_lamb_skips_overflows_without_a_scaler(bad, largest, dty
     assert optimizer.param_groups[0]["step"] == 2
 
 
-def test_larc_is_a_module_with_a_class():
-    larc = importlib.import_module("ampfuse.compat.apex.parallel.LARC")
-    assert apex.parallel.LARC is larc
-    assert larc.LARC is optim.LARC
-
-
 # --- what 2018 and 2019 had -----------------------------------------------------------------------
-
-
-def _steps_of_2019(ps, gs, states, t, options):
-    """In float64: each group's gradients clipped; the corrections a factor of the rate."""
-    norm = torch.cat([g.reshape(-1) for g in gs]).norm()
-    largest = options.get("max_grad_norm", 0.0)
-    clip = min(1.0, largest / (norm + 1e-6)) if largest else 1.0
-    lr = options["lr"] * ((1 - 0.999**t) ** 0.5 / (1 - 0.9**t) if options["bias_correction"] else 1)
-    for p, g, state in zip(ps, gs, states, strict=True):
-        m = state["m"] = 0.9 * state.get("m", 0) + 0.1 * g * clip
-        v = state["v"] = 0.999 * state.get("v", 0) + 0.001 * (g * clip) ** 2
-        p.sub_(lr * (m / (v.sqrt() + options["eps"]) + options["weight_decay"] * p))
-
-
-@pytest.mark.parametrize("kind", [optimizers.FusedAdam, apex.contrib.optimizers.FusedAdam])
-@pytest.mark.parametrize("bias_correction", [True, False])
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 100.0])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_fused_adam_of_2019(groups, max_grad_norm, bias_correction, kind):
-    options = {"lr": 0.05, "eps": 1e-3, "weight_decay": 0.1, "bias_correction": bias_correction}
-    options["max_grad_norm"] = max_grad_norm
-    ps = start()
-    split = [ps] if groups == 1 else [ps[:2], ps[2:]]
-    optimizer = kind([{"params": each} for each in split], **options)
-    exact, states = [p.detach().to(f64) for p in ps], [{} for _ in ps]
-    for t in range(1, 5):
-        gs = gradients(t)
-        for p, g in zip(ps, gs, strict=True):
-            p.grad = g.clone()
-        optimizer.step()
-        first = 0
-        for each in split:
-            part = slice(first, first := first + len(each))
-            of_group = [g.to(f64) for g in gs[part]]
-            _steps_of_2019(exact[part], of_group, states[part], t, options)
-    assert_close([p.to(f64) for p in ps], exact, rtol=2e-5, atol=1e-6)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.05}
-    assert {group["bias_correction"] for group in optimizer.param_groups} == {bias_correction}
-
-
-def test_fused_adam_of_2019_resumes_copies_and_takes_closures():
-    ps = start()
-    optimizer = optimizers.FusedAdam(ps, lr=0.05, weight_decay=0.1, max_grad_norm=1.0)
-    take_steps(optimizer, ps, last=3)
-    twins = copies_of(ps)
-    again = optimizers.FusedAdam(twins, lr=0.05, weight_decay=0.1, max_grad_norm=1.0)
-    again.load_state_dict(through_a_file(optimizer.state_dict()))
-    again = pickle.loads(pickle.dumps(again))
-    twins = again.param_groups[0]["params"]
-
-    def closure_over(params):
-        def closure():
-            assert torch.is_grad_enabled()
-            for p, g in zip(params, gradients(4), strict=True):
-                p.grad = g.clone()
-            return 1.5
-
-        return closure
-
-    assert optimizer.step(closure_over(ps)) == again.step(closure_over(twins)) == 1.5
-    assert_equal(ps, twins)
 
 
 def test_contribs_fused_adam_steps_on_gradients_that_it_is_given():
@@ -516,12 +446,6 @@ def test_contribs_fused_adam_steps_on_gradients_that_it_is_given():
     plain.step()
     assert_equal(ps, twins)
     assert_equal(halves, [p.half() for p in ps])
-
-
-def test_eps_inside_the_root_is_refused():
-    for kind in (optimizers.FusedAdam, apex.contrib.optimizers.FusedAdam):
-        with pytest.raises(RuntimeError, match="eps_mode=0"):
-            kind(start(), eps_inside_sqrt=True)
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -1,15 +1,27 @@
-"""``apex.mlp`` and ``apex.reparameterization`` against torch's modules."""
+"""Layers: ``apex.mlp``, ``normalization``, ``reparameterization`` and ``contrib.xentropy``."""
 
 import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ampfuse.compat import apex
 from ampfuse.compat.apex import mlp, reparameterization
+from ampfuse.compat.apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from ampfuse.compat.apex.normalization import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    MixedFusedLayerNorm,
+    MixedFusedRMSNorm,
+    fused_layer_norm,
+    fused_layer_norm_affine,
+    fused_rms_norm,
+    fused_rms_norm_affine,
+)
 from ampfuse.compat.apex.reparameterization import apply_weight_norm, remove_weight_norm
-from cases import f16
+from cases import bf16, f16, f32
 
 ACTIVATIONS = {"none": nn.Identity(), "relu": nn.ReLU(), "sigmoid": nn.Sigmoid()}
 
@@ -39,6 +51,20 @@ def test_mlp_is_linear_layers(bias, activation):
         expected = {p.shape: p.grad for p in layers.parameters()}
         for p in model.parameters():
             torch.testing.assert_close(p.grad, expected[p.shape])
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_mlp_at_o2(function):
+    model, x = mlp.MLP([4, 8, 3]), torch.randn(5, 4)
+    exact = model(x)
+    model = apex.amp.initialize(model, opt_level="O2", verbosity=0)
+    assert {p.dtype for p in model.parameters()} == {f16}
+    args = True, model.activation, x.half(), *model.weights, *model.biases
+    out = mlp.MlpFunction.apply(*args) if function else model(x)
+    assert out.dtype == (f16 if function else f32)
+    torch.testing.assert_close(out.float(), exact, rtol=1e-2, atol=1e-2)
+    out.float().sum().backward()
+    assert all(p.grad.dtype == f16 and p.grad.any() for p in model.parameters())
 
 
 def test_mlp_starts_as_apexs_and_refuses_what_it_refused():
@@ -88,9 +114,78 @@ def test_weight_norm_of_one_weight_in_half():
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).half()
     apply_weight_norm(net, "1.weight")
     assert set(net.state_dict()) == {"0.weight", "0.bias", "1.weight_g", "1.weight_v", "1.bias"}
-    assert net(torch.ones(2, 4, dtype=f16)).dtype == f16
+    optimizer = apex.fp16_utils.FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    before = net[1].weight.detach().clone()
+    out = net(torch.ones(2, 4, dtype=f16))
+    assert out.dtype == f16
+    optimizer.backward(out.float().square().sum())
+    optimizer.step()
+    net(torch.ones(2, 4, dtype=f16))
+    assert not torch.equal(net[1].weight, before)
     with pytest.raises(ValueError, match="nothing"):
         remove_weight_norm(net, "nothing")
     remove_weight_norm(net[1], "weight")
     assert net[1].weight.dtype == f16
     assert apex.reparameterization is reparameterization
+
+
+# --- normalization --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [6, (6,), [2, 6]])
+def test_norms_are_torchs(shape):
+    x = torch.rand(3, 2, 6)
+    for ours, theirs in ((FusedLayerNorm, nn.LayerNorm), (FusedRMSNorm, nn.RMSNorm)):
+        for affine in (True, False):
+            module = ours(shape, elementwise_affine=affine, memory_efficient=True)
+            reference = theirs(shape, eps=1e-5, elementwise_affine=affine)
+            torch.testing.assert_close(module(x), reference(x))
+            assert module.state_dict().keys() == reference.state_dict().keys()
+    torch.testing.assert_close(fused_layer_norm(x, 6), F.layer_norm(x, (6,), eps=1e-6))
+    torch.testing.assert_close(fused_rms_norm(x, 6), F.rms_norm(x, (6,), eps=1e-6))
+
+
+@pytest.mark.parametrize("x", [f16, bf16, f32])
+@pytest.mark.parametrize("weights", [f16, bf16, f32])
+def test_types_of_norms(x, weights):
+    data = torch.rand(3, 6).to(x)
+    for plain, mixed in ((FusedLayerNorm, MixedFusedLayerNorm), (FusedRMSNorm, MixedFusedRMSNorm)):
+        exact = plain(6)(data.float())
+        for kind, out in ((plain, x), (mixed, weights)):
+            result = kind(6).to(weights)(data)
+            assert result.dtype == out
+            torch.testing.assert_close(result.float(), exact, rtol=0.02, atol=0.02)
+    weight, bias = torch.rand(6).to(weights), torch.rand(6).to(weights)
+    assert fused_layer_norm_affine(data, weight, bias, 6).dtype == x
+    assert fused_rms_norm_affine(data, weight, 6).dtype == x
+    with pytest.raises(RuntimeError, match="weights"):
+        MixedFusedLayerNorm(6, elementwise_affine=False)
+
+
+# --- contrib.xentropy -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16, f32])
+@pytest.mark.parametrize("half_to_float", [False, True])
+@pytest.mark.parametrize(("smoothing", "padding"), [(0.0, 0), (0.1, 3), (0.1, -100)])
+def test_losses_of_rows(dtype, half_to_float, smoothing, padding):
+    logits = (3 * torch.randn(6, 40)).to(dtype).requires_grad_()
+    labels = torch.tensor([0, 3, 39, 7, 0, 3])
+    losses = SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, padding, half_to_float)
+    assert losses.dtype == (f32 if half_to_float else dtype)
+    z = logits.detach().double().requires_grad_()
+    options = {"ignore_index": padding, "label_smoothing": smoothing, "reduction": "none"}
+    exact = F.cross_entropy(z, labels, **options)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(losses.double(), exact, rtol=max(eps, 1e-5), atol=1e-5)
+    factor = torch.arange(1.0, 7.0)
+    (losses * factor).sum().backward()
+    (exact * factor.double()).sum().backward()
+    torch.testing.assert_close(logits.grad.double(), z.grad, rtol=max(eps, 1e-5), atol=4 * eps)
+
+
+def test_arguments_of_the_loss_have_apexs_defaults():
+    logits, labels = torch.randn(3, 5), torch.tensor([0, 1, 4])
+    losses = SoftmaxCrossEntropyLoss.apply(logits, labels)
+    expected = F.cross_entropy(logits, labels, ignore_index=0, reduction="none")
+    torch.testing.assert_close(losses, expected)

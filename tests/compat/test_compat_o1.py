@@ -31,6 +31,10 @@ class Runs(nn.Module):
         return self.function(*args)
 
 
+def initialized(**options):
+    return amp.initialize(nn.Linear(4, 4), **{"verbosity": 0, **options})
+
+
 # --- outside the model --------------------------------------------------------------------------
 
 
@@ -51,26 +55,14 @@ def in_evaluation():
         return nn.Linear(2, 2).eval()(torch.rand(1, 2)).dtype
 
 
-def in_recomputation():
-    seen = []
-
-    def part(x):
-        seen.append(product())
-        return x * x
-
-    checkpoint(part, torch.rand(2, requires_grad=True), use_reentrant=False).sum().backward()
-    assert seen[0] == seen[1]
-    return seen[1]
-
-
-PLACES = [product, in_backward, in_evaluation, in_recomputation]
+PLACES = [product, in_backward, in_evaluation]
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("level", "expected"), [("O1", f16), ("O4", bf16)])
 def test_casts_reach_all_of_the_thread(place, level, expected):
     assert place() == f32
-    amp.initialize(nn.Linear(4, 4), opt_level=level, verbosity=0)
+    initialized(opt_level=level)
     assert place() == expected
 
 
@@ -82,10 +74,10 @@ def rounds(model):
 
 
 ENDS = {
-    "O0": lambda: amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0),
-    "O2": lambda: amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0),
-    "disabled": lambda: amp.initialize(nn.Linear(2, 2), enabled=False),
-    "no patches": lambda: amp.initialize(nn.Linear(2, 2), patch_torch_functions=False),
+    "O0": lambda: initialized(opt_level="O0"),
+    "O2": lambda: initialized(opt_level="O2"),
+    "disabled": lambda: initialized(enabled=False),
+    "no patches": lambda: initialized(patch_torch_functions=False),
     "ampfuse's own": lambda: own_amp.initialize(nn.Linear(2, 2), verbosity=0),
     "deactivated": lambda: amp._amp_state.handle._deactivate(),
     "inactive": lambda: setattr(amp._amp_state.handle, "_is_active", False),
@@ -95,7 +87,7 @@ ENDS = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("end", ENDS)
 def test_casts_outside_end_with_their_level(end, place):
-    model = amp.initialize(nn.Linear(4, 4), verbosity=0)
+    model = initialized()
     ENDS[end]()
     assert place() == f32
     stays = end not in ("deactivated", "inactive")
@@ -106,7 +98,7 @@ def test_nothing_is_cast_at_other_levels_in_disabled_blocks_or_on_float64():
     seen = []
     amp.initialize(Runs(lambda: seen.append(product())), opt_level="O1", verbosity=0)
     at_o2 = amp.initialize(Runs(lambda: seen.append(product())), opt_level="O2", verbosity=0)
-    amp.initialize(nn.Linear(4, 4), verbosity=0)
+    initialized()
     at_o2()
     assert seen == [f32]  # the forward of a model at another level
     with amp.disable_casts():
@@ -120,7 +112,7 @@ def test_nothing_is_cast_at_other_levels_in_disabled_blocks_or_on_float64():
 
 def test_a_forked_process_casts_nothing():
     """It loads data."""
-    amp.initialize(nn.Linear(4, 4), verbosity=0)
+    initialized()
     loader = torch.utils.data.DataLoader(
         range(1), num_workers=1, multiprocessing_context="fork", collate_fn=lambda _: str(product())
     )
@@ -154,22 +146,20 @@ ARGUMENTS = {"pow": [2], "cumprod": [0], "cumsum": [0], "renorm": [2, 0, 1.0]}
 OVERWRITING = [(torch, name) for name in IN_PLACE] + [(torch.Tensor, name) for name in METHODS]
 
 
-def regions(low):
-    """What turns the casts on, by both ways."""
-    yield lambda: amp.init(patch_type=low)
-    yield lambda: amp.initialize(nn.Linear(2, 2), opt_level=LEVELS[low], verbosity=0)
-
-
 LEVELS = {f16: "O1", bf16: "O4"}
-both = pytest.mark.parametrize("turn_on", [0, 1], ids=["init", "initialize"])
+REGIONS = {
+    "init": lambda low: amp.init(patch_type=low),
+    "initialize": lambda low: initialized(opt_level=LEVELS[low]),
+}
+both = pytest.mark.parametrize("region", REGIONS)
 halves = pytest.mark.parametrize("low", LEVELS)
 
 
 @both
 @halves
-def test_functions_that_leave_the_range_of_half_do_not_overwrite_half(low, turn_on):
+def test_functions_that_leave_the_range_of_half_do_not_overwrite_half(low, region):
     originals = [getattr(owner, f"{name}_") for owner, name in OVERWRITING]
-    list(regions(low))[turn_on]()
+    REGIONS[region](low)
     for owner, name in OVERWRITING:
         function, others = getattr(owner, f"{name}_"), ARGUMENTS.get(name, [])
         for dtype in (f32, f64):
@@ -186,9 +176,9 @@ def test_functions_that_leave_the_range_of_half_do_not_overwrite_half(low, turn_
 
 @both
 @halves
-def test_cpu_gives_float(low, turn_on):
+def test_cpu_gives_float(low, region):
     original = torch.Tensor.cpu
-    list(regions(low))[turn_on]()
+    REGIONS[region](low)
     for dtype, expected in ((low, f32), (f32, f32), (f64, f64), (torch.int64, torch.int64)):
         x = torch.ones(2, dtype=dtype, requires_grad=dtype.is_floating_point)
         out = x.cpu()
@@ -204,16 +194,13 @@ def test_cpu_gives_float(low, turn_on):
 @halves
 def test_binary_cross_entropy_is_banned_on_half(low):
     def loss(dtype):
-        target = torch.rand(4)
-        function, module = (
-            F.binary_cross_entropy(x := torch.rand(4).to(dtype), target),
-            nn.BCELoss(),
-        )
-        assert torch.equal(module(x, target), function)
-        return function.dtype
+        x, target = torch.rand(4).to(dtype), torch.rand(4)
+        by_function = F.binary_cross_entropy(x, target)
+        assert torch.equal(nn.BCELoss()(x, target), by_function)
+        return by_function.dtype
 
-    for turn_on in regions(low):
-        turn_on()
+    for turn_on in REGIONS.values():
+        turn_on(low)
         assert loss(f32) == f32
         with pytest.raises(NotImplementedError, match="with_logits"):
             loss(low)
@@ -226,7 +213,7 @@ def test_binary_cross_entropy_is_banned_on_half(low):
 
 
 @pytest.mark.parametrize("edit", ["in place", "data", "load_state_dict"])
-@pytest.mark.parametrize("region", ["initialize", "init"])
+@both
 def test_weights_changed_after_evaluation_are_seen(edit, region):
     """apex went on with the cast made under no_grad until the next backward pass."""
     model = nn.Linear(4, 4, bias=False)
@@ -261,26 +248,42 @@ def test_checkpointed_parts_compute_alike_twice(reentrant):
 # --- handles -----------------------------------------------------------------------------------
 
 
-class Library:
-    @staticmethod
-    def scale(x):
-        return x.dtype
+class Head(nn.Linear):
+    """It notes what ``loss_fn`` gets, and what two kinds of products in the model give."""
+
+    def loss_fn(self, logits):
+        self.seen = [logits.dtype]
+        return logits.float().pow(2).mean()
+
+    def forward(self, x):
+        loss = self.loss_fn(super().forward(x))
+        self.seen += [super().forward(x).dtype, torch.prod(self.weight, 1).dtype]
+        return loss
 
 
-def test_registered_functions_are_cast_until_the_handle_ends():
-    """One of torch's wins over autocast. The decorators and the rest: test_function_casts.py."""
-    original, x = Library.scale, torch.rand(2, 2)
-    amp.register_half_function(Library, "scale")
-    amp.register_half_function(F, "softmax")
-    amp.initialize(nn.Linear(2, 2), verbosity=0)
-    assert Library.scale(x) == F.softmax(x, -1).dtype == f16
+@both
+def test_registered_functions_are_cast_once_until_the_handle_ends(region):
+    """Layers register in their constructors, again and again. A function of torch's that is
+    registered wins over autocast. The decorators and the rest: test_function_casts.py.
+    """
+    original, model, x = Head.loss_fn, Head(4, 2), torch.randn(2, 4)
+    for _ in range(3):
+        for _ in range(3):
+            amp.register_float_function(Head, "loss_fn")
+        amp.register_half_function(F, "softmax")
+        REGIONS[region](f16)
+    assert Head.loss_fn is not original
+    assert Head.loss_fn.__wrapped__ is original
+    model(x)
+    assert model.seen[0] == f32
+    assert F.softmax(x, -1).dtype == f16
     amp._amp_state.handle._deactivate()
-    assert Library.scale is original
+    assert Head.loss_fn is original
     assert F.softmax(x, -1).dtype == f32
 
 
 def test_handle_of_initialize_switches_casts_off_and_on():
-    model = amp.initialize(nn.Linear(4, 4), verbosity=0)
+    model = initialized()
     handle = amp._amp_state.handle
     assert handle.is_active()
     handle._is_active = False
@@ -288,11 +291,11 @@ def test_handle_of_initialize_switches_casts_off_and_on():
     assert not rounds(model)
     handle._is_active = True
     assert rounds(model)
-    amp.initialize(nn.Linear(4, 4), opt_level="O4", verbosity=0)
+    initialized(opt_level="O4")
     handle._deactivate()
     assert not rounds(model)
     assert product() == bf16  # by the latest
-    amp.initialize(nn.Linear(4, 4), opt_level="O2", verbosity=0)
+    initialized(opt_level="O2")
     assert not amp._amp_state.handle.is_active()
 
 
@@ -348,19 +351,6 @@ def test_wrapped_optimizer_adds_losses_and_skips_overflows():
 # --- amp.init after initialize ------------------------------------------------------------------
 
 
-class Head(nn.Linear):
-    """What ``loss_fn`` gets, and what two kinds of products in the model give."""
-
-    def loss_fn(self, logits):
-        self.seen = [logits.dtype]
-        return logits.float().pow(2).mean()
-
-    def forward(self, x):
-        loss = self.loss_fn(super().forward(x))
-        self.seen += [super().forward(x).dtype, torch.prod(self.weight, 1).dtype]
-        return loss
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_init_casts_in_the_models_of_initialize(level):
     """espnet and neural_sp register the loss between the two; the scale stays with amp."""
@@ -385,19 +375,3 @@ def test_init_casts_in_the_models_of_initialize(level):
     assert model.seen == before_init.get(level, [f16, f16, f16])
     amp.init(enabled=False)
     assert amp.init().models == handle.models
-
-
-def test_what_is_registered_again_and_again_is_cast_once():
-    """As layers do in their constructors; also if ``init`` is called again and again."""
-    original = Head.loss_fn
-    for _ in range(3):
-        for _ in range(3):
-            amp.register_float_function(Head, "loss_fn")
-        amp.init()
-    assert Head.loss_fn is not original
-    assert Head.loss_fn.__wrapped__ is original
-    model = Head(4, 2)
-    model(torch.randn(2, 4))
-    assert model.seen[0] == f32
-    amp._amp_state.handle._deactivate()
-    assert Head.loss_fn is original

@@ -1,7 +1,9 @@
 """``apex.fp16_utils``: casts of models, masters by hand, scalers, and ``FP16_Optimizer``."""
 
 import copy
+import functools
 import io
+import itertools
 import operator
 import pickle
 import sys
@@ -14,13 +16,16 @@ from torch import nn
 
 import ampfuse
 import apex_names
+from ampfuse import _core, half_ops
 from ampfuse.compat import apex
-from ampfuse.compat.apex import fp16_utils
+from ampfuse.compat.apex import fp16_utils, fused_adam_cuda
 from ampfuse.compat.apex.amp.scaler import LossScaler as AmpScaler
 from ampfuse.compat.apex.contrib.optimizers import FP16_Optimizer as ContribOptimizer
 from ampfuse.compat.apex.fp16_utils import FP16_Optimizer
 from ampfuse.compat.apex.parallel.LARC import LARC
 from cases import bf16, f16, f32, f64, through_a_file
+
+INF, NAN = float("inf"), float("nan")
 
 
 def net():
@@ -121,7 +126,7 @@ def test_dynamic_scaler_follows_its_window_and_looks_at_elements():
     for grad in (None, torch.full((8,), 2e38)):
         p.grad = grad
         assert scaler.has_overflow([p]) is False
-    p.grad[3] = float("nan")
+    p.grad[3] = NAN
     assert scaler.has_overflow([p]) is True
     assert scaler._has_inf_or_nan(p.grad)
 
@@ -129,11 +134,42 @@ def test_dynamic_scaler_follows_its_window_and_looks_at_elements():
 # --- FP16_Optimizer -----------------------------------------------------------------------------
 
 
-def start(kind=torch.optim.SGD, lr=0.1, larc=None, weight_decay=0.0, **options):
-    """A model and what its loop uses: FP16_Optimizer, with LARC "within" it or "around" it."""
+class CopiedAdam(torch.optim.Optimizer):
+    """A copy of 2019's FusedAdam, as repositories have it."""
+
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def step(self, closure=None, grads=None, output_params=None, scale=1.0, grad_norms=None):
+        self.grad_norms = grad_norms
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    zeros = torch.zeros_like(p.data)
+                    state.update(step=0, exp_avg=zeros, exp_avg_sq=zeros.clone())
+                state["step"] += 1
+                moments, out = (state["exp_avg"], state["exp_avg_sq"]), torch.tensor([])
+                given = (group["lr"], 0.9, 0.999, 1e-8, scale, state["step"], 1, 1)
+                fused_adam_cuda.adam(
+                    p.data, out, *moments, p.grad.data, *given, group["weight_decay"]
+                )
+
+
+ClippedAdam = functools.partial(apex.optimizers.FusedAdam, max_grad_norm=1.0)
+
+
+def start(kind=torch.optim.SGD, lr=0.1, larc=None, wrapper=FP16_Optimizer, **options):
+    """A half model and FP16_Optimizer, with LARC "within" it or "around" it.
+
+    For contrib's own FP16_Optimizer, biases and weights are two groups.
+    """
     model = fp16_utils.network_to_half(net())
-    inner = kind(model.parameters(), lr=lr, weight_decay=weight_decay)
-    optimizer = FP16_Optimizer(LARC(inner, 0.3) if larc == "within" else inner, **options)
+    params = list(model.parameters())
+    if wrapper is ContribOptimizer:
+        params = [{"params": [p for p in params if p.dim() == dim]} for dim in (1, 2)]
+    inner = kind(params, lr=lr)
+    optimizer = wrapper(LARC(inner, 0.3) if larc == "within" else inner, **options)
     return model, LARC(optimizer, 0.3) if larc == "around" else optimizer
 
 
@@ -143,11 +179,16 @@ def loss_of(model):
 
 def grads(optimizer):
     """Copies of the FP32 gradients."""
-    return [g.clone() for g in optimizer.inspect_master_grad_data()[0]]
+    return [g.clone() for group in optimizer.inspect_master_grad_data() for g in group]
 
 
 def joined(tensors):
     return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def stepped(optimizer):
+    """The FP32 values of all parameters."""
+    return joined(p for group in optimizer.param_groups for p in group["params"])
 
 
 def masters(optimizer):
@@ -161,24 +202,57 @@ def train(model, optimizer, steps=3, factor=1.0):
         optimizer.step()
 
 
+DYNAMIC_64 = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 64.0}}
+KINDS = {
+    "SGD": torch.optim.SGD,
+    "Adam": torch.optim.Adam,
+    "RMSprop": torch.optim.RMSprop,
+    "FusedAdam that clips": ClippedAdam,
+    "copied FusedAdam": CopiedAdam,
+}
+
+
+@pytest.mark.parametrize("larc", [None, "within", "around"])
+@pytest.mark.parametrize("scaling", [{}, {"static_loss_scale": 64.0}, DYNAMIC_64], ids=str)
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}],
-    ids=["1", "128", "dynamic"],
+    ("kind", "wrapper"),
+    [*((kind, FP16_Optimizer) for kind in KINDS), ("FusedAdam that clips", ContribOptimizer)],
 )
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
-def test_it_trains_like_fp32(kind, options):
-    model, optimizer = start(kind, 0.01, **options)
-    plain = net()
-    reference = kind(plain.parameters(), lr=0.01)
-    train(model, optimizer, steps=20)
-    for _ in range(20):
-        reference.zero_grad()
-        loss_of(plain).backward()
-        reference.step()
-    torch.testing.assert_close(loss_of(model), loss_of(plain), rtol=0.05, atol=2e-3)
-    assert {half.dtype for half in optimizer.fp16_groups[0]} == {f16}
-    assert torch.equal(joined(optimizer.fp16_groups[0]), masters(optimizer).half())
+def test_it_steps_as_the_optimizer_of_fp32_parameters(kind, wrapper, scaling, larc):
+    """Also after an overflow, and with gradients that were left scaled or are clipped."""
+    kind = functools.partial(KINDS[kind], weight_decay=0.1)
+    model, optimizer = start(kind, larc=larc, wrapper=wrapper, **scaling)
+    split = [group["params"] for group in optimizer.param_groups]
+    twins = [[nn.Parameter(p.detach().clone()) for p in params] for params in split]
+    plain = kind([{"params": params} for params in twins], lr=0.1)
+    plain = LARC(plain, 0.3) if larc else plain
+    flat = [p for params in twins for p in params]
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer, plain)]
+    for step in range(4):
+        overflows = step == 1 and scaling == DYNAMIC_64
+        optimizer.zero_grad()
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+        loss = loss_of(model) * (NAN if overflows else 1.0)
+        optimizer.backward(loss, update_master_grads=step != 2)
+        if step == 2:
+            optimizer.update_master_grads()
+        if step == 3:
+            optimizer.clip_master_grads(0.01)
+        assert optimizer.overflow is overflows
+        if not overflows:
+            for q, g in zip(flat, grads(optimizer), strict=True):
+                q.grad = g
+            plain.step()
+        optimizer.step()
+        torch.testing.assert_close(stepped(optimizer), joined(flat), rtol=1e-5, atol=1e-6)
+        assert torch.equal(masters(optimizer).half(), joined(optimizer.all_fp16_params))
+        assert {half.dtype for half in optimizer.all_fp16_params} == {f16}
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**step
+        for schedule in schedules:
+            schedule.step()
+    if scaling == DYNAMIC_64:
+        assert optimizer.loss_scale == 32.0
 
 
 def test_lists_and_attributes():
@@ -188,17 +262,14 @@ def test_lists_and_attributes():
     assert [p.dtype for p in optimizer.all_fp16_params] == [f16] * 4
     assert [p.dtype for p in optimizer.all_fp32_from_fp16_params] == [f32] * 4
     assert len(optimizer.all_fp32_from_fp32_params) == 2  # batch norm
-    assert optimizer.param_groups is inner.param_groups
-    assert optimizer.state is inner.state
     assert optimizer.loss_scale == 4.0
     optimizer.loss_scale = 8.0
     assert optimizer.loss_scaler.loss_scale() == 8.0
-    groups = list(inner.param_groups)
-    optimizer.param_groups = groups
-    assert inner.param_groups is groups
-    other = copy.copy(inner.state)
-    optimizer.state = other
-    assert inner.state is other
+    for name in ("param_groups", "state"):
+        assert getattr(optimizer, name) is getattr(inner, name)
+        other = copy.copy(getattr(inner, name))
+        setattr(optimizer, name, other)
+        assert getattr(inner, name) is other
     assert optimizer.verbose is True
     assert optimizer.master_weights is inner.master_weights is True  # as any other attribute
     with pytest.raises(RuntimeError, match="state_dict"):
@@ -216,16 +287,16 @@ def test_gradients_are_unscaled_and_accumulate():
     optimizer.backward(loss_of(model))
     once = grads(optimizer)
     assert {g.dtype for g in once} == {f32}
-    optimizer.backward(loss_of(model))
-    twice = grads(optimizer)
+    loss_of(plain := net()).backward()
+    exact = joined(p.grad for p in plain.parameters())
+    torch.testing.assert_close(joined(once), exact, rtol=1e-2, atol=2e-3)
     optimizer.zero_grad()
     optimizer.backward(loss_of(model), update_master_grads=False)
     optimizer.backward(loss_of(model), update_master_grads=False)
     optimizer.update_master_grads()
-    for found in (twice, grads(optimizer)):
-        torch.testing.assert_close(joined(found), 2 * joined(once), rtol=2e-3, atol=1e-5)
+    torch.testing.assert_close(joined(grads(optimizer)), 2 * joined(once), rtol=2e-3, atol=1e-5)
     optimizer.zero_grad()
-    (loss_of(model) * optimizer.loss_scale).backward()  # of one's own
+    (loss_of(model) * optimizer.loss_scale).backward()  # without optimizer.backward
     optimizer.update_master_grads()
     torch.testing.assert_close(grads(optimizer), once)
 
@@ -234,7 +305,7 @@ def look(optimizer):
     return [p.grad.norm() for p in optimizer.param_groups[0]["params"]]
 
 
-# What a loop does between backward and step; none changes the step.
+# What a loop does between backward and step. None of it changes the step.
 BETWEEN = {
     "update": lambda optimizer: optimizer.update_master_grads(),
     "look, update": lambda optimizer: (look(optimizer), optimizer.update_master_grads()),
@@ -254,33 +325,31 @@ BETWEEN = {
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("scaling", [{"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}])
 @pytest.mark.parametrize("first", ["backward", "delayed", "own"])
-def test_masters_gradients_are_updated_however_often(first, scaling, between):
-    """With batch norm's FP32 parameters; the scale, too, adapts once to a pass."""
+def test_master_gradients_can_be_updated_any_number_of_times(first, scaling, between):
+    """The loss scale adapts once per pass."""
     weights, counted = [], []
     for name in (None, between):
         model, optimizer = start(**scaling)
         for _ in range(3):
+            (model if first == "own" else optimizer).zero_grad()
             if first == "own":
-                model.zero_grad()
                 (loss_of(model) * optimizer.loss_scale).backward()
-                optimizer.update_master_grads()
             else:
-                optimizer.zero_grad()
                 optimizer.backward(loss_of(model), update_master_grads=first == "backward")
-                if first == "delayed":
-                    optimizer.update_master_grads()
+            if first != "backward":
+                optimizer.update_master_grads()
             if name:
                 BETWEEN[name](optimizer)
             optimizer.step()
-        weights.append(joined(optimizer.param_groups[0]["params"]))
+        weights.append(stepped(optimizer))
         counted.append(optimizer.loss_scaler.state_dict())
     assert torch.equal(*weights)
     assert counted[0] == counted[1]
 
 
 @pytest.mark.parametrize("looks", [False, True])
-def test_gradients_after_the_models_zero_grad_are_new_ones(looks):
-    """The optimizer knows nothing of it."""
+def test_gradients_after_the_models_zero_grad_are_new(looks):
+    """The optimizer does not see that call."""
     model, optimizer = start(static_loss_scale=64.0)
     optimizer.backward(loss_of(model) * 3)
     if looks:
@@ -293,10 +362,8 @@ def test_gradients_after_the_models_zero_grad_are_new_ones(looks):
     assert torch.equal(joined(grads(optimizer)), joined(grads(expected)))
 
 
-def test_half_models_on_a_cpu_compute_by_our_kernels():
-    """As ``initialize("O2")`` has it."""
-    from ampfuse import _core, half_ops
-
+def test_half_models_on_a_cpu_use_ampfuses_half_ops():
+    """As after ``initialize("O2")``."""
     half_ops.forget()
     try:
         start(static_loss_scale=64.0)
@@ -308,7 +375,7 @@ def test_half_models_on_a_cpu_compute_by_our_kernels():
         half_ops.forget()
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, INF])
 def test_clipping(norm_type):
     """Of gradients of two passes, through a graph that the first one keeps."""
     model, optimizer = start(static_loss_scale=64.0)
@@ -322,23 +389,22 @@ def test_clipping(norm_type):
     grad = joined(grads(optimizer))
     clipped = torch.linalg.vector_norm(grad, norm_type)
     torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=1e-3, atol=0)
-    before = joined(optimizer.param_groups[0]["params"])
+    before = stepped(optimizer)
     optimizer.step()
-    torch.testing.assert_close(joined(optimizer.param_groups[0]["params"]), before - 0.1 * grad)
+    torch.testing.assert_close(stepped(optimizer), before - 0.1 * grad)
     with pytest.raises(RuntimeError, match="second time"):
         optimizer.backward(loss)
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [False, True], ids=["optimizer.backward", "loss.backward"])
 def test_overflow(own, capsys):
-    """Also of a backward pass of one's own."""
     model, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**10})
     before = joined(model.parameters())
     if own:
-        (loss_of(model) * float("inf")).backward()
+        (loss_of(model) * INF).backward()
         optimizer.update_master_grads()
     else:
-        optimizer.backward(loss_of(model) * float("inf"))
+        optimizer.backward(loss_of(model) * INF)
     assert optimizer.overflow is True
     assert optimizer.loss_scale == 2.0**9
     assert optimizer.clip_master_grads(1.0) == -1
@@ -351,10 +417,10 @@ def test_overflow(own, capsys):
     assert not torch.equal(joined(model.parameters()), before)
 
 
-def test_a_static_scale_skips_by_hand_alone():
+def test_with_a_static_scale_only_the_script_skips():
     model, optimizer = start(static_loss_scale=8.0)
     before = joined(model.parameters())
-    optimizer.backward(loss_of(model) * float("nan"))
+    optimizer.backward(loss_of(model) * NAN)
     assert optimizer.overflow is False
     optimizer.overflow = True
     optimizer.step()
@@ -366,32 +432,38 @@ def test_a_static_scale_skips_by_hand_alone():
 
 @pytest.mark.parametrize("options", [{"static_loss_scale": 8.0}, {"dynamic_loss_scale": True}])
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, apex.optimizers.FusedAdam])
-def test_contribs_own_skips_overflows_at_any_scale(kind, options):
-    model = fp16_utils.network_to_half(net())
-    optimizer = ContribOptimizer(kind(model.parameters(), lr=0.01), **options)
-    start = optimizer.cur_scale
-    before = joined(model.parameters())
-    optimizer.backward(loss_of(model) * float("inf"))
+def test_contribs_skips_overflows_at_any_scale(kind, options):
+    model, optimizer = start(kind, 0.01, wrapper=ContribOptimizer, **options)
+    start_scale, before = optimizer.cur_scale, joined(model.parameters())
+    optimizer.backward(loss_of(model) * INF)
     optimizer.step()
     assert torch.equal(joined(model.parameters()), before)
     optimizer.zero_grad()
     assert all(param.grad is None for param in model.parameters())
     scale = optimizer.cur_scale
-    assert scale == (start / 2 if optimizer.dynamic_loss_scale else 8.0)
+    assert scale == (start_scale / 2 if optimizer.dynamic_loss_scale else 8.0)
     train(model, optimizer, steps=1)
-    assert optimizer.fp32_groups == [optimizer.param_groups[0]["params"]]
-    assert {param.dtype for param in optimizer.fp32_groups[0]} == {f32}
+    assert optimizer.fp32_groups == [group["params"] for group in optimizer.param_groups]
+    assert {param.dtype for group in optimizer.fp32_groups for param in group} == {f32}
     assert not torch.equal(joined(model.parameters()), before)
     if optimizer.dynamic_loss_scale:
         optimizer.loss_scaler._unskipped = 999
         train(model, optimizer, steps=1, factor=1e-3)
         assert optimizer.cur_scale == 2 * scale
         optimizer.cur_scale = 1.0
-        optimizer.backward(loss_of(model) * float("inf"))
+        optimizer.backward(loss_of(model) * INF)
         assert optimizer.cur_scale == 1.0
     for optimizers in (optimizer, [optimizer]):
         with pytest.raises(RuntimeError, match="FP16_Optimizer"):
             apex.amp.initialize(model, optimizers, opt_level="O2")
+
+
+def test_contribs_gives_a_copied_step_the_norm_of_each_group():
+    model, optimizer = start(CopiedAdam, wrapper=ContribOptimizer, static_loss_scale=8.0)
+    optimizer.backward(loss_of(model))
+    expected = [joined(p.grad for p in group).norm() for group in optimizer.fp32_groups]
+    optimizer.step()
+    torch.testing.assert_close(optimizer.optimizer.grad_norms, expected)
 
 
 def test_zero_grad_zeroes_unless_told_to_drop():
@@ -420,21 +492,25 @@ def test_an_optimizer_that_has_stepped_keeps_its_state(dtype):
     assert torch.equal(inner.state[master]["exp_avg"], kept.float())
 
 
-def test_closures():
-    """LBFGS evaluates the model many times; each time it has to see the masters' last values."""
-    model = fp16_utils.network_to_half(nn.Sequential(nn.Linear(4, 1)))
-    optimizer = FP16_Optimizer(
-        torch.optim.LBFGS(model.parameters(), max_iter=8), static_loss_scale=8
-    )
-    weights = []
+def closure_of(model, optimizer, zeroes="optimizer", factors=None):
+    """A closure that evaluates the loss, times the next of `factors`."""
 
     def closure():
-        weights.append(model[1][0].weight.detach().clone())
-        optimizer.zero_grad()
-        loss = (model(batch()).float() - 1).pow(2).mean()
+        (model if zeroes == "model" else optimizer).zero_grad()
+        loss = loss_of(model) * (next(factors) if factors else 1.0)
         optimizer.backward(loss)
         return loss
 
+    return closure
+
+
+def test_closures():
+    """LBFGS evaluates the model many times; each evaluation has to see the latest masters."""
+    model, weights = fp16_utils.network_to_half(nn.Sequential(nn.Linear(4, 1))), []
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=8)
+    optimizer = FP16_Optimizer(lbfgs, static_loss_scale=8)
+    model.register_forward_pre_hook(lambda *_: weights.append(model[1][0].weight.clone()))
+    closure = closure_of(model, optimizer)
     first = optimizer.step(closure)
     assert len(weights) > 2
     assert not torch.equal(weights[0], weights[-1])
@@ -442,34 +518,21 @@ def test_closures():
 
 
 @pytest.mark.parametrize("zeroes", ["optimizer", "model"])
+@pytest.mark.parametrize(("larc", "overflows"), [(None, 2), ("within", 2), ("around", 0)])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
-def test_a_closure_that_overflows_is_repeated(kind, zeroes):
-    model, optimizer = start(kind, dynamic_loss_scale=True)
-    before = model[1][0].weight.detach().clone()
-    factors = iter([float("inf"), float("inf"), 1.0])
-
-    def closure():
-        (optimizer if zeroes == "optimizer" else model).zero_grad()
-        loss = loss_of(model) * next(factors)
-        optimizer.backward(loss)
-        return loss
-
-    assert torch.isfinite(optimizer.step(closure))
-    assert optimizer.loss_scale == 2.0**14
-    assert not torch.equal(model[1][0].weight, before)
+def test_a_closure_that_overflows_is_repeated(kind, larc, overflows, zeroes):
+    model, optimizer = start(kind, larc=larc, dynamic_loss_scale=True)
+    before, factors = masters(optimizer), iter([INF] * overflows + [1.0])
+    assert torch.isfinite(optimizer.step(closure_of(model, optimizer, zeroes, factors)))
+    assert optimizer.loss_scale == 2.0 ** (16 - overflows)
+    assert not torch.equal(masters(optimizer), before)
 
 
 def test_a_closure_that_always_overflows_ends():
-    model, optimizer = start(
-        dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0, "min_loss_scale": 2.0}
-    )
-
-    def closure():
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model) * float("nan"))
-
+    scales = {"init_scale": 8.0, "min_loss_scale": 2.0}
+    model, optimizer = start(dynamic_loss_scale=True, dynamic_loss_args=scales)
     with pytest.raises(RuntimeError, match="smallest"):
-        optimizer.step(closure)
+        optimizer.step(closure_of(model, optimizer, factors=itertools.repeat(NAN)))
 
 
 @pytest.mark.parametrize("on", ["wrapper", "inner"])
@@ -484,55 +547,6 @@ def test_schedulers(on):
             train(model, optimizer, steps=1)
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.025
-
-
-# --- LARC ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
-@pytest.mark.parametrize("larc", ["within", "around"])
-def test_larc_steps_as_around_fp32_parameters(larc, kind):
-    """Overflows skip; gradients left scaled, clipped, schedules, closures: as without LARC."""
-    scaling = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 64.0}}
-    model, optimizer = start(kind, larc=larc, weight_decay=0.1, **scaling)
-    params = optimizer.param_groups[0]["params"]
-    twins = [nn.Parameter(p.detach().clone()) for p in params]
-    plain = LARC(kind(twins, lr=0.1, weight_decay=0.1), 0.3)
-    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (optimizer, plain)]
-    for step in range(4):
-        optimizer.zero_grad()
-        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-        loss = loss_of(model) * (float("nan") if step == 1 else 1.0)
-        if step == 2:
-            optimizer.backward(loss, update_master_grads=False)
-            optimizer.update_master_grads()
-        else:
-            optimizer.backward(loss)
-        if step == 3:
-            optimizer.clip_master_grads(0.01)
-        assert optimizer.overflow is (step == 1)
-        if step != 1:
-            for q, g in zip(twins, grads(optimizer), strict=True):
-                q.grad = g
-            plain.step()
-        optimizer.step()
-        torch.testing.assert_close(joined(params), joined(twins), rtol=1e-5, atol=1e-6)
-        assert torch.equal(masters(optimizer).half(), joined(optimizer.all_fp16_params))
-        assert optimizer.param_groups[0]["weight_decay"] == 0.1
-        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**step
-        for schedule in schedules:
-            schedule.step()
-    assert optimizer.loss_scale == 32.0
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        optimizer.backward(loss)
-        return loss
-
-    before = masters(optimizer)
-    assert optimizer.step(closure) > 0
-    assert not torch.equal(masters(optimizer), before)
 
 
 @pytest.mark.parametrize("larc", [None, "within", "around"])
@@ -553,22 +567,20 @@ def test_gradients_left_scaled_keep_their_scale(larc):
 
 
 @pytest.mark.parametrize("larc", [None, "within", "around"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_first", [True, False])
 def test_stop_and_resume_gives_the_same_bits(kind, model_first, larc):
-    through, optimizer = start(kind, larc=larc, dynamic_loss_scale=True)
+    through, optimizer = start(KINDS[kind], larc=larc, dynamic_loss_scale=True)
     train(through, optimizer, steps=3)
     saved = through_a_file({"model": through.state_dict(), "optimizer": optimizer.state_dict()})
     train(through, optimizer, steps=3)
     keys = "loss_scaler dynamic_loss_scale overflow first_closure_call_this_step"
     assert {*saved["optimizer"]} == {*keys.split(), "optimizer_state_dict", "fp32_from_fp16"}
-    model, again = start(kind, larc=larc, dynamic_loss_scale=True)
+    model, again = start(KINDS[kind], larc=larc, dynamic_loss_scale=True)
     train(model, again, steps=1)
-    if model_first:
-        model.load_state_dict(saved["model"])
-    again.load_state_dict(saved["optimizer"])
-    if not model_first:
-        model.load_state_dict(saved["model"])
+    loads = [(model, saved["model"]), (again, saved["optimizer"])]
+    for loaded, state in loads if model_first else reversed(loads):
+        loaded.load_state_dict(state)
     train(model, again, steps=3)
     assert torch.equal(masters(again), masters(optimizer))
     assert again.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
@@ -590,16 +602,18 @@ def test_loading_fills_the_masters_in_place():
         optimizer.load_state_dict(saved)
 
 
-# Where apex's scalers were, their attributes, and the clean passes that they had counted.
+# The class of apex's scaler, its attributes, the class that it loads as, and the clean passes that
+# it had counted.
 AMP = {"_loss_scale": 1024.0, "dynamic": True, "_max_loss_scale": 2.0**24, "_min_loss_scale": None}
 AMP |= {"_scale_seq_len": 2000, "_unskipped": 7, "_has_overflow": False}
 AMP |= {"_overflow_buf": torch.tensor([0], dtype=torch.int32)}
 DYNAMIC = {"cur_scale": 1024.0, "cur_iter": 10, "last_overflow_iter": 5}
 DYNAMIC |= {"scale_factor": 2.0, "scale_window": 1000}
+STATIC, MODULE = {"cur_scale": 1024.0}, "apex.fp16_utils.loss_scaler"
 OLD = {
-    "amp": ("apex.amp.scaler", "LossScaler", AMP, 7),
-    "dynamic": ("apex.fp16_utils.loss_scaler", "DynamicLossScaler", DYNAMIC, 4),
-    "static": ("apex.fp16_utils.loss_scaler", "LossScaler", {"cur_scale": 1024.0}, 0),
+    "amp": ("apex.amp.scaler", "LossScaler", AMP, AmpScaler, 7),
+    "dynamic": (MODULE, "DynamicLossScaler", DYNAMIC, fp16_utils.DynamicLossScaler, 4),
+    "static": (MODULE, "LossScaler", STATIC, fp16_utils.LossScaler, 0),
 }
 
 
@@ -620,19 +634,17 @@ def _old_pickle(module, name, state):
 @pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("which", OLD)
 def test_checkpoints_of_apex_with_pickled_scalers(which, weights_only):
-    module, name, attributes, unskipped = OLD[which]
+    module, name, attributes, kind, unskipped = OLD[which]
     file = _old_pickle(module, name, attributes)
     with apex_names.clean():
         apex.install()
         scaler = torch.load(file, weights_only=weights_only)
+    assert type(scaler) is kind
     dynamic = which != "static"
-    kinds = {"amp": AmpScaler, "dynamic": fp16_utils.DynamicLossScaler}
-    assert type(scaler) is kinds.get(which, fp16_utils.LossScaler)
-
     model, optimizer = start(torch.optim.Adam, dynamic_loss_scale=True)
     train(model, optimizer, steps=2)
     state = optimizer.state_dict()
-    # As apex saved it: an object, and no masters in the inner optimizer's state.
+    # As apex saved it: an object, and no masters in the state of the inner optimizer.
     state |= {"loss_scaler": scaler, "dynamic_loss_scale": dynamic}
     state = copy.deepcopy(state)
     for entry in state["optimizer_state_dict"]["state"].values():
@@ -646,27 +658,22 @@ def test_checkpoints_of_apex_with_pickled_scalers(which, weights_only):
     assert torch.equal(masters(again), masters(optimizer))
 
 
-def contrib(kind=apex.optimizers.FusedAdam, **options):
-    """A half model, without batch norm, in two groups."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).half()
-    groups = [{"params": [p for p in model.parameters() if p.dim() == d]} for d in (1, 2)]
-    return model, ContribOptimizer(kind(groups, lr=0.05), **options)
-
-
-def train_half(model, optimizer, steps):
-    for _ in range(steps):
-        optimizer.backward((model(batch().half()).float() - 1).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
+def test_nonsense_in_a_pickled_scaler_is_refused():
+    nonsense = {"_loss_scale": "nonsense", "dynamic": True}
+    file = _old_pickle("apex.amp.scaler", "LossScaler", nonsense)
+    with apex_names.clean():
+        apex.install()
+        with pytest.raises(Exception, match="nonsense"):
+            torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("scaling", [{"static_loss_scale": 64.0}, {"dynamic_loss_scale": True}])
 def test_checkpoints_of_2018_and_2019(scaling, flat):
-    """apex's own, of one flat tensor a group in 2018; without masters in the inner state."""
+    """As apex saved them: in 2018 one flat tensor a group; no masters in the inner state."""
+    contrib = functools.partial(start, ClippedAdam, 0.05, wrapper=ContribOptimizer)
     model, optimizer = contrib(**scaling)
-    train_half(model, optimizer, 3)
+    train(model, optimizer)
     saved = through_a_file(optimizer.state_dict())
     keys = "dynamic_loss_scale cur_scale cur_iter last_overflow_iter scale_factor scale_window"
     assert {*saved} == {*keys.split(), "optimizer_state_dict", "fp32_groups"}
@@ -674,10 +681,9 @@ def test_checkpoints_of_2018_and_2019(scaling, flat):
     saved |= {"cur_iter": 14, "last_overflow_iter": 10}  # three passes since
     inner = saved["optimizer_state_dict"]
     for entry in inner["state"].values():
-        entry.pop("master_param")
+        entry.pop("master_param", None)
     if flat:
-        flats = [joined(group) for group in saved.pop("fp32_groups")]
-        saved["fp32_groups_flat"] = flats
+        saved["fp32_groups_flat"] = [joined(group) for group in saved.pop("fp32_groups")]
         old = [group["params"] for group in inner["param_groups"]]
         inner["state"] = {
             i: {"step": int(inner["state"][keys[0]]["step"])}
@@ -687,37 +693,11 @@ def test_checkpoints_of_2018_and_2019(scaling, flat):
         for i, group in enumerate(inner["param_groups"]):
             group["params"] = [i]
     other, again = contrib(dynamic_loss_scale=True)
-    train_half(other, again, 1)
+    train(other, again, steps=1)
     other.load_state_dict(model.state_dict())
     again.load_state_dict(saved)
     assert again.loss_scaler._unskipped == 3
     assert again.dynamic_loss_scale == optimizer.dynamic_loss_scale
-    train_half(model, optimizer, 3)
-    train_half(other, again, 3)
-    for own, found in zip(optimizer.fp32_groups, again.fp32_groups, strict=True):
-        assert torch.equal(joined(own), joined(found))
-
-
-def test_a_step_of_ones_own_gets_the_norms_of_the_groups():
-    """As copies of 2019's FusedAdam take them."""
-    seen = []
-
-    class Copy(torch.optim.SGD):
-        def step(self, closure=None, grads=None, output_params=None, scale=1.0, grad_norms=None):
-            seen.extend(grad_norms)
-            return super().step(closure)
-
-    model, optimizer = contrib(Copy, static_loss_scale=8.0)
-    optimizer.backward((model(batch().half()).float() - 1).pow(2).mean())
-    expected = [joined(p.grad for p in group).norm() for group in optimizer.fp32_groups]
-    optimizer.step()
-    torch.testing.assert_close(seen, expected)
-
-
-def test_nonsense_in_a_pickled_scaler_is_refused():
-    nonsense = {"_loss_scale": "nonsense", "dynamic": True}
-    file = _old_pickle("apex.amp.scaler", "LossScaler", nonsense)
-    with apex_names.clean():
-        apex.install()
-        with pytest.raises(Exception, match="nonsense"):
-            torch.load(file, weights_only=True)
+    for each in ((model, optimizer), (other, again)):
+        train(*each)
+    assert torch.equal(stepped(again), stepped(optimizer))

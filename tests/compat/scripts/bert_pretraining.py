@@ -58,23 +58,14 @@ class Model(nn.Module):
 def prepare_model_and_optimizer():
     torch.manual_seed(42)
     model = Model()
-    no_decay = ["bias", "norm"]
-    params = list(model.named_parameters())
-    decayed = [p for n, p in params if not any(nd in n for nd in no_decay)]
-    others = [p for n, p in params if any(nd in n for nd in no_decay)]
-    grouped = [
-        {"params": decayed, "weight_decay": 0.01},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups = {0.01: [], 0.0: []}
+    for name, param in model.named_parameters():
+        groups[0.0 if "bias" in name or "norm" in name else 0.01].append(param)
+    grouped = [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
     optimizer = FusedLAMB(grouped, lr=1e-2)
     if not args.no_amp:
-        model, optimizer = amp.initialize(
-            model,
-            optimizer,
-            opt_level=args.opt_level,
-            loss_scale="dynamic",
-            cast_model_outputs=torch.float16,
-        )
+        options = {"loss_scale": "dynamic", "cast_model_outputs": torch.float16}
+        model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, **options)
         amp._amp_state.loss_scalers[0]._loss_scale = INIT_LOSS_SCALE
     return model, optimizer
 
@@ -108,23 +99,15 @@ def take_optimizer_step(optimizer, model, overflow_buf, global_step):
     scaler = None if args.no_amp else _amp_state.loss_scalers[0]
     loss_scale = 1 if scaler is None else scaler.loss_scale()
     master_grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
-    flat_raw = torch.empty(
-        sum(p.numel() for p in master_grads),
-        dtype=torch.float16 if args.allreduce_post_accumulation_fp16 else torch.float32,
-    )
-    allreduced_views = apex_C.unflatten(flat_raw, master_grads)
+    dtype = torch.float16 if args.allreduce_post_accumulation_fp16 else torch.float32
+    flat_raw = torch.empty(sum(p.numel() for p in master_grads), dtype=dtype)
+    views = apex_C.unflatten(flat_raw, master_grads)
     overflow_buf.zero_()
-    amp_C.multi_tensor_scale(
-        65536,
-        overflow_buf,
-        [master_grads, allreduced_views],
-        loss_scale / ACCUMULATION_STEPS,
-    )
+    scale = loss_scale / ACCUMULATION_STEPS
+    amp_C.multi_tensor_scale(65536, overflow_buf, [master_grads, views], scale)
     # Here processes would reduce flat_raw.
     overflow_buf.zero_()
-    amp_C.multi_tensor_scale(
-        65536, overflow_buf, [allreduced_views, master_grads], 1.0 / loss_scale
-    )
+    amp_C.multi_tensor_scale(65536, overflow_buf, [views, master_grads], 1.0 / loss_scale)
     had_overflow = 0
     if scaler is not None:
         old_overflow_buf = scaler._overflow_buf

@@ -6,12 +6,7 @@ import torch
 import torch.nn as nn
 import torch.optim as optim
 
-try:
-    from apex import amp
-except ImportError:
-    raise ImportError(
-        "Please install apex from https://www.github.com/nvidia/apex to run this example."
-    )
+from apex import amp
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--opt_level", "--opt-level", default="O1", help='amp opt_level, default="O1"')
@@ -20,38 +15,20 @@ opt = parser.parse_args()
 torch.manual_seed(2809)
 BATCH_SIZE = 16
 
-
-class Generator(nn.Module):
-    def __init__(self):
-        super(Generator, self).__init__()
-        self.main = nn.Sequential(
-            nn.ConvTranspose2d(8, 8, 4, 1, 0, bias=False),
-            nn.BatchNorm2d(8),
-            nn.ReLU(True),
-            nn.ConvTranspose2d(8, 1, 4, 2, 1, bias=False),
-            nn.Tanh(),
-        )
-
-    def forward(self, input):
-        return self.main(input)
-
-
-class Discriminator(nn.Module):
-    def __init__(self):
-        super(Discriminator, self).__init__()
-        self.main = nn.Sequential(
-            nn.Conv2d(1, 8, 4, 2, 1, bias=False),
-            nn.BatchNorm2d(8),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(8, 1, 4, 1, 0, bias=False),
-        )
-
-    def forward(self, input):
-        return self.main(input).view(-1, 1).squeeze(1)
-
-
-netG = Generator()
-netD = Discriminator()
+netG = nn.Sequential(
+    nn.ConvTranspose2d(8, 8, 4, 1, 0, bias=False),
+    nn.BatchNorm2d(8),
+    nn.ReLU(True),
+    nn.ConvTranspose2d(8, 1, 4, 2, 1, bias=False),
+    nn.Tanh(),
+)
+netD = nn.Sequential(
+    nn.Conv2d(1, 8, 4, 2, 1, bias=False),
+    nn.BatchNorm2d(8),
+    nn.LeakyReLU(0.2, inplace=True),
+    nn.Conv2d(8, 1, 4, 1, 0, bias=False),
+    nn.Flatten(0),
+)
 criterion = nn.BCEWithLogitsLoss()
 real_label = 1
 fake_label = 0
@@ -73,17 +50,14 @@ for i in range(12):
     # train with real
     netD.zero_grad()
     label = torch.full((BATCH_SIZE,), real_label, dtype=torch.float)
-    output = netD(data)
-    errD_real = criterion(output, label)
+    errD_real = criterion(netD(data), label)
     with amp.scale_loss(errD_real, optimizerD, loss_id=0) as errD_real_scaled:
         errD_real_scaled.backward()
 
     # train with fake
-    noise = torch.randn(BATCH_SIZE, 8, 1, 1)
-    fake = netG(noise)
+    fake = netG(torch.randn(BATCH_SIZE, 8, 1, 1))
     label.fill_(fake_label)
-    output = netD(fake.detach())
-    errD_fake = criterion(output, label)
+    errD_fake = criterion(netD(fake.detach()), label)
     with amp.scale_loss(errD_fake, optimizerD, loss_id=1) as errD_fake_scaled:
         errD_fake_scaled.backward()
     errD = errD_real + errD_fake
@@ -92,8 +66,7 @@ for i in range(12):
     # (2) Update G network: maximize log(D(G(z)))
     netG.zero_grad()
     label.fill_(real_label)  # fake labels are real for generator cost
-    output = netD(fake)
-    errG = criterion(output, label)
+    errG = criterion(netD(fake), label)
     with amp.scale_loss(errG, optimizerG, loss_id=2) as errG_scaled:
         errG_scaled.backward()
     optimizerG.step()

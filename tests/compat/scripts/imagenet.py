@@ -5,21 +5,13 @@ import os
 
 import torch
 import torch.nn as nn
-import torch.nn.parallel
-import torch.optim
-import torch.utils.data
 
-try:
-    import apex
-    import apex.amp
-    from apex.parallel import DistributedDataParallel as DDP
-    from apex.fp16_utils import *
-    from apex import amp, optimizers
-    from apex.multi_tensor_apply import multi_tensor_applier
-except ImportError:
-    raise ImportError(
-        "Please install apex from https://www.github.com/nvidia/apex to run this example."
-    )
+import apex
+import apex.amp
+from apex.parallel import DistributedDataParallel as DDP
+from apex.fp16_utils import *
+from apex import amp, optimizers
+from apex.multi_tensor_apply import multi_tensor_applier
 
 
 def parse():
@@ -50,9 +42,7 @@ class Net(nn.Module):
     def forward(self, x):
         x = self.relu(self.bn1(self.conv1(x)))
         x = x + self.relu(self.bn2(self.conv2(x)))
-        x = self.avgpool(x)
-        x = torch.flatten(x, 1)
-        return self.fc(x)
+        return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
 def dataset(n):
@@ -99,8 +89,7 @@ def main():
         optimizer.load_state_dict(checkpoint["optimizer"])
         amp.load_state_dict(checkpoint["amp"])
 
-    train = dataset(160)
-    val = dataset(64)
+    train, val = dataset(160), dataset(64)
     for epoch in range(start_epoch, args.epochs):
         generator = torch.Generator().manual_seed(epoch)
         train_loader = torch.utils.data.DataLoader(
@@ -109,15 +98,9 @@ def main():
         run_epoch(train_loader, model, criterion, optimizer, epoch, args)
         loss = validate(torch.utils.data.DataLoader(val, batch_size=32), model, criterion)
         if args.save:
-            torch.save(
-                {
-                    "epoch": epoch + 1,
-                    "state_dict": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "amp": amp.state_dict(),
-                },
-                args.save,
-            )
+            saved = {"epoch": epoch + 1, "state_dict": model.state_dict()}
+            saved.update(optimizer=optimizer.state_dict(), amp=amp.state_dict())
+            torch.save(saved, args.save)
     if args.rank == 0:
         print("final loss: {:.6f}".format(loss))
     if args.distributed:

@@ -4,8 +4,7 @@
 decay)``: `p`, `m` and `v`, float32 or float64, change in place; `p_copy`, unless it is empty,
 becomes `p` in its own type. `grad`, which may be half too, is divided by `grad_scale`; `step`
 counts from 1. `eps_mode` 0 adds `eps` within the square root, 1 outside. `bias_correction` is a
-factor of
-`lr`, and so of `decay`, which is decoupled.
+factor of `lr`, and so of `decay`, which is decoupled.
 
 ``reversible_adam`` leaves elements whose gradient is not finite, and makes ``p_copy[0]`` inf then;
 ``maybe_adam_undo(flag, p, m, v, grad, lr, ...)`` takes it back, but for rounding, if the flag is

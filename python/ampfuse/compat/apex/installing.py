@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.abc
 import importlib.util
 import sys
@@ -12,11 +13,14 @@ from typing import Any
 
 import torch
 
-from ampfuse.compat.names import EXTENSIONS, instead_of
-
 _HERE = "ampfuse.compat.apex"
+EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")  # what scripts import besides apex
 # Modules of these names which lead here: on ``sys.path``, processes that are spawned find them.
 ON_PATH = Path(__file__).parent / "on_path"
+
+# apex's names, and what takes the place of those below them that ampfuse does not have.
+with (Path(__file__).parent / "left_out.csv").open(newline="", encoding="utf-8") as _file:
+    _INSTEAD = dict(csv.reader(_file))
 
 
 class LeftOut(importlib.abc.MetaPathFinder):
@@ -29,9 +33,11 @@ class LeftOut(importlib.abc.MetaPathFinder):
         installed = getattr(sys.modules.get("apex"), "__name__", "") == _HERE
         if fullname.startswith((f"{_HERE}.", "apex.") if installed else f"{_HERE}."):
             name = fullname.replace(_HERE, "apex", 1)
+            known = (start for start in _INSTEAD if f"{name}.".startswith(f"{start}."))
+            instead = _INSTEAD.get(max(known, key=len, default=""), "torch's own modules")
             # By another name than the one that Python asked for: of that, it would say nothing.
             raise ModuleNotFoundError(
-                f"ampfuse does not provide {name}: use {instead_of(name)}; docs/from_apex.md lists "
+                f"ampfuse does not provide {name}: use {instead}; docs/from_apex.md lists "
                 "what replaces apex's names.",
                 name=name,
             )

@@ -1,4 +1,4 @@
-"""``apex.mlp``: linear layers with one activation behind each, also behind the last."""
+"""``apex.mlp``: linear layers, each followed by an activation, the last one too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACTIVATIONS: dict[str, Any] = {"none": nn.Identity(), "relu": nn.ReLU(), "sigmo
 
 
 def mlp_function(bias: bool, activation: int, *args: Tensor) -> Tensor:
-    """The layers on the first of `args`, (N, in); behind it the weights, then any biases."""
+    """The layers, on the first of `args`, (N, in). The others are the weights, then any biases."""
     x, *params = args
     count = len(params) // 2 if bias else len(params)
     for weight, offset in itertools.zip_longest(params[:count], params[count:]):
@@ -22,21 +22,10 @@ def mlp_function(bias: bool, activation: int, *args: Tensor) -> Tensor:
     return x
 
 
-class MlpFunction(torch.autograd.Function):
-    """:func:`mlp_function`; its backward computes the layers anew."""
+class MlpFunction:
+    """Called by ``apply``, as the function that apex has."""
 
-    @staticmethod
-    def forward(ctx: Any, bias: bool, activation: int, *args: Tensor) -> Tensor:
-        ctx.save_for_backward(*args)
-        ctx.options = bias, activation
-        return mlp_function(bias, activation, *args)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        args = [arg.detach().requires_grad_() for arg in ctx.saved_tensors]
-        with torch.enable_grad():
-            out = mlp_function(*ctx.options, *args)
-        return None, None, *torch.autograd.grad(out, args, grad)
+    apply = staticmethod(mlp_function)
 
 
 class MLP(nn.Module):

@@ -87,7 +87,7 @@ class AmpOptimizerState:
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
-        """Half weights: those behind masters, or where there are none, those stepped directly."""
+        """Half weights: those that have masters or, if none do, those stepped directly."""
         unmastered = [p for g in self._groups() for p in g if p.dtype in HALF_DTYPES]
         return unmastered or [p for group in self.fp16_groups for p in group]
 

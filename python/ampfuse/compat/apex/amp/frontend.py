@@ -22,7 +22,7 @@ from ampfuse.compat.apex.signatures import takes
 
 
 class Properties(types.SimpleNamespace):
-    """The options in force, as attributes; ``options`` is the dict behind them."""
+    """The options in force, as attributes; ``options`` is their dict."""
 
     options = property(vars)
 

@@ -1,5 +1,5 @@
-"""What apex's O1 does beside the casts of autocast: ``x.cpu()`` gives FP32, and half values are not
-overwritten by functions that leave their range."""
+"""What apex's O1 does besides the casts of autocast: ``x.cpu()`` gives FP32, and functions that
+leave the range of half do not overwrite half values."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ def _where_half(function: Any, instead: Any) -> Any:
 
 def _refusing_half(function: Any) -> Any:
     name = function.__name__
-    other = (
-        name[:-1] if name.endswith("_") else f"{name}_with_logits, without the sigmoid before it"
-    )
+    logits = f"{name}_with_logits, without the sigmoid before it"
+    other = name[:-1] if name.endswith("_") else logits
 
     def refuse(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(

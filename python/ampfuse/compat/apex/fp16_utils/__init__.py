@@ -31,7 +31,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """`network`, cast to float16 in place but for batch norm, behind a cast of its input."""
+    """`network`, cast to float16 in place except for batch norm, after a cast of its input."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
@@ -51,7 +51,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """`network` in float16 (batch norm in float32) behind a cast of its inputs; float16 out."""
+    """`network` in float16 (batch norm in float32), after a cast of its inputs; float16 out."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -134,7 +134,8 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """An overflow divides it by `scale_factor`, down to 1; `scale_window` clean ones multiply."""
+    """An overflow divides the scale by `scale_factor`, down to 1; `scale_window` clean passes
+    multiply it."""
 
     def __init__(
         self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000
@@ -144,10 +145,8 @@ class DynamicLossScaler(LossScaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient of `params` holds inf or NaN. Waits for the device, once."""
-        checks = [~p.grad.isfinite().all() for p in params if p.grad is not None]
-        return (
-            bool(torch.stack([c.to(checks[0].device) for c in checks]).any()) if checks else False
-        )
+        checks = [p.grad.isfinite().all() for p in params if p.grad is not None]
+        return bool(checks) and not torch.stack([c.to(checks[0].device) for c in checks]).all()
 
     _has_inf_or_nan = staticmethod(lambda x: not bool(x.isfinite().all()))
 

@@ -24,6 +24,14 @@ from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.param_groups import parameters
 
 
+def _part_of(owner: str, name: str) -> Any:
+    """The attribute `name` of ``self.owner``, to read and to assign."""
+    return property(
+        lambda self: getattr(getattr(self, owner), name),
+        lambda self, value: setattr(getattr(self, owner), name, value),
+    )
+
+
 # An Optimizer, unlike apex's: learning-rate schedulers ask for one. Everything but what is defined
 # here is the wrapped optimizer's, so Optimizer.__init__ is not called.
 class FP16_Optimizer(torch.optim.Optimizer):
@@ -156,18 +164,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
         grads = ([param.grad for param in group["params"]] for group in self.param_groups)
         return [[None if grad is None else grad.detach() for grad in group] for group in grads]
 
-    loss_scale = property(
-        lambda self: self.loss_scaler._loss_scale,
-        lambda self, value: setattr(self.loss_scaler, "_loss_scale", value),
-    )
-    state = property(
-        lambda self: self.optimizer.state,
-        lambda self, value: setattr(self.optimizer, "state", value),
-    )
-    param_groups = property(
-        lambda self: self.optimizer.param_groups,
-        lambda self, value: setattr(self.optimizer, "param_groups", value),
-    )
+    loss_scale = _part_of("loss_scaler", "_loss_scale")
+    state = _part_of("optimizer", "state")
+    param_groups = _part_of("optimizer", "param_groups")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's."""

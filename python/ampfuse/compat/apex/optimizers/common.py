@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
         *"scale_set_by_backward _first_step _reduced_precision_dtype _of_2019".split(),
     )
 
-    # The constructor's arguments behind `params`, with defaults; those behind * by name alone.
+    # The constructor's arguments after `params`, with defaults; those after * by name alone.
     _takes: str
     # Of these, by our names, what only groups have in ours.
     _in_groups: tuple[str, ...] = ()
@@ -93,10 +93,10 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
         What a saved group does not say stays. apex's count of a group is its parameters'.
         """
         state = {key: dict(value) for key, value in state_dict["state"].items()}
-        groups, own_groups = [], self.param_groups
-        if len(own_groups) != len(state_dict["param_groups"]):  # torch's to refuse
-            own_groups = [{}] * len(state_dict["param_groups"])
-        for own, saved in zip(own_groups, state_dict["param_groups"], strict=True):
+        groups, saved_groups = [], state_dict["param_groups"]
+        if len(self.param_groups) != len(saved_groups):
+            return super().load_state_dict(state_dict)  # torch raises the error
+        for own, saved in zip(self.param_groups, saved_groups, strict=True):
             inherited = {k: v for k, v in own.items() if k not in _NOT_OURS}
             group = {**inherited, **saved}
             groups.append(group)
@@ -130,8 +130,9 @@ def of_groups(key: str, read: Callable[[Any], Any], write: Callable[[Any], bool]
     return property(lambda self: read(self.param_groups[0][key]), assign)
 
 
-@contextlib.contextmanager
-def stepped_by_grad_scaler(optimizer: Any, driver: dict[str, Any]) -> Iterator[None]:
+def stepped_by_grad_scaler(
+    optimizer: Any, driver: dict[str, Any]
+) -> contextlib.AbstractContextManager[None]:
     """A step in this block unscales and skips by torch's GradScaler ``driver["grad_scaler"]``.
 
     It is among the keywords: torch's GradScaler warns of a parameter of that name, as apex's.
@@ -141,11 +142,8 @@ def stepped_by_grad_scaler(optimizer: Any, driver: dict[str, Any]) -> Iterator[N
         name = type(optimizer).__name__
         raise TypeError(f"{name}.step got an unexpected argument {next(iter(driver))!r}")
     if grad_scaler is None:
-        yield
-        return
+        return contextlib.nullcontext()
     flags = grad_scaler._check_inf_per_device(optimizer).values()
     found_inf = sum(flag.reshape(()) for flag in flags)  # 0 if the scaler saw no gradient
-    with under_grad_scaler(
-        optimizer, grad_scale=grad_scaler._get_scale_async(), found_inf=found_inf
-    ):
-        yield
+    grad_scale = grad_scaler._get_scale_async()
+    return under_grad_scaler(optimizer, grad_scale=grad_scale, found_inf=found_inf)

@@ -1,6 +1,6 @@
 """``apex.optimizers``: the six fused optimizers, on those of :mod:`ampfuse.optim`.
 
-In common, beside torch's arguments: `bias_correction`, False for moments as they are;
+In common, besides torch's arguments: `bias_correction`, False for moments as they are;
 `adam_w_mode` (`adagrad_w_mode`), decoupled weight decay instead of L2 through the gradient;
 `set_grad_none`: ``zero_grad()`` drops gradients. `amsgrad` is a RuntimeError.
 """
