@@ -18,8 +18,8 @@ from ampfuse._schema import METER_COUNTS, UPDATE_FACTOR
 from ampfuse.async_read import Sample, is_captured
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.insight import readings as _readings
-from ampfuse.insight.findings import Finding
 from ampfuse.insight.readings import TensorReading
+from ampfuse.insight.reports import Finding
 from ampfuse.optim.fused import FusedOptimizer
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Meter:
 
     @property
     def readings(self) -> list[TensorReading]:
-        """Of all metered steps that are kept, in order; waits for the device."""
+        """The readings of all metered steps that are kept, in order; waits for the device."""
         return [row for record in self._records for row in record.rows]
 
     @property

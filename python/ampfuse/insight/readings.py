@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ampfuse._schema import METER_COUNTS
-from ampfuse.insight.findings import Finding, grouped
-from ampfuse.insight.tables import aligned, dtype_name
+from ampfuse.insight.reports import Finding, aligned, dtype_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +22,7 @@ class TensorReading:
         step: the optimizer's, from 1 when the meter was made, skipped ones included.
         parameter: its name.
         dtype: of the weight that the model computes with.
-        has_master: whether an FP32 master stands behind it.
+        has_master: whether it has an FP32 master.
         elements: how many weights were stepped.
         changed: weights whose bits changed.
         stale: weights of half precision whose update was not zero in FP32, and whose bits stayed:
@@ -34,7 +33,7 @@ class TensorReading:
         update_norm, weight_norm: L2, of the step's change and of the weight after it, in FP32.
         exponents: of the gradient's elements, of 16 in each 1,024: how many are of magnitude
             2**-126 to 2**-122, 2**-122 to 2**-118, ..., with those below in the first of the 64
-            bins, and inf and NaN in the last. See :func:`exponent_edges`.
+            bins, and inf and NaN in the last.
     """
 
     step: int
@@ -79,12 +78,7 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else float("nan")
 
 
-def exponent_edges() -> list[float]:
-    """The 65 edges of the bins of `TensorReading.exponents`, as powers of two."""
-    return [-149.0, *(4.0 * i - 126 for i in range(64))]
-
-
-# Of each kind: when a tensor has it, what that is in words, and what helps. The first that holds.
+# Problems: the kind, when a tensor has it, what is said, and what helps. The first one counts.
 # fmt: off
 _RULES: tuple[tuple[str, Callable[[TensorReading], bool], str, str], ...] = (
     ("no gradient", lambda row: row.elements == 0, "no gradient",
@@ -107,7 +101,7 @@ _RULES: tuple[tuple[str, Callable[[TensorReading], bool], str, str], ...] = (
 
 
 def find(readings: Iterable[TensorReading]) -> list[Finding]:
-    """Of each tensor what holds in its last reading. Steps that were skipped say nothing."""
+    """The problem of each tensor in its last reading. Skipped steps do not count."""
     readings = list(readings)
     applied = {row.step for row in readings if row.elements}
     rows_of: dict[str, list[TensorReading]] = {}
@@ -126,11 +120,21 @@ def find(readings: Iterable[TensorReading]) -> list[Finding]:
     return found
 
 
-def in_words(findings: Sequence[Finding]) -> str:
-    """Each kind with its remedy, once; and how tensors get names, if they have none."""
-    unnamed = any(one.where.startswith("param_groups[") for one in findings)
-    hint = "For names, build the optimizer from model.named_parameters() or use amp.initialize."
-    return "\n".join([grouped(findings), *[hint] * unnamed])
+def _in_words(findings: Sequence[Finding]) -> str:
+    """Each kind with its remedy, once, and below it where it was found; and how tensors get names,
+    if they have none."""
+    kinds: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for one in findings:
+        kinds.setdefault((one.kind, one.remedy), {}).setdefault(one.found, []).append(one.where)
+    lines = []
+    for (kind, remedy), places in kinds.items():
+        lines.append(f"- {kind}: {remedy}")
+        lines += [f"  {found}: {', '.join(where)}" for found, where in places.items()]
+    if any(one.where.startswith("param_groups[") for one in findings):
+        lines.append(
+            "For names, build the optimizer from model.named_parameters() or use amp.initialize."
+        )
+    return "\n".join(lines)
 
 
 def report(readings: Sequence[TensorReading]) -> str:
@@ -147,5 +151,5 @@ def report(readings: Sequence[TensorReading]) -> str:
             shares = (f"{x:.2%}" if row.elements else "-" for x in row.shares().values())
             ratio = "-" if math.isnan(row.update_ratio) else f"{row.update_ratio:.1e}"
             lines.append((row.parameter, f"{row.elements:,}", kind, *shares, ratio))
-    said = in_words(find(readings)) or "No problem found."
+    said = _in_words(find(readings)) or "No problem found."
     return "\n".join([f"Step {steps[-1]}", *aligned(lines, left=(0, 2)), "", said])

@@ -179,7 +179,7 @@ class Tracker(TorchDispatchMode):
     def _at_parameter(self, module: nn.Module, name: str, gradient: Tensor) -> None:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not self._saw_backward and distributed:
-            # Behind the callbacks that reduce gradients, which are there when this one runs.
+            # After the callbacks that reduce gradients, which are queued when this one runs.
             queue: Any = Variable._execution_engine.queue_callback
             queue(functools.partial(queue, self._after_backward))
         self._saw_backward = True
@@ -401,7 +401,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _range(tensor: Tensor) -> tuple[float, float]:
-    """The smallest and the largest number; to look is no part of the step."""
+    """The smallest and the largest number; the look is not part of the step."""
     with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
         tensor = tensor.detach()
         if tensor.itemsize < 2:
