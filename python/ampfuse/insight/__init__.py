@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from ampfuse.insight.explanation import Explanation
 from ampfuse.insight.memory import MemoryReport, memory_report
-from ampfuse.insight.meter import Meter
+from ampfuse.insight.meter import Meter, TensorReading
 from ampfuse.insight.overflow import OverflowWatch, explain_overflow
-from ampfuse.insight.readings import TensorReading
 from ampfuse.insight.reports import Finding
 
 __all__ = [
