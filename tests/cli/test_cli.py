@@ -35,12 +35,6 @@ def test_each_command_explains_itself(name, capsys):
     assert module.__doc__.split("\n")[0] in said
 
 
-def test_the_version(capsys):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["--version"])
-    assert "ampfuse" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--version"], []], ids=str)
 def test_help_and_version_do_not_import_torch(argv, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")

@@ -53,7 +53,6 @@ def test_says_what_runs_and_was_built(facts):
     assert extension["CPU ISA"].startswith(_core.C.cpu_isa())
     assert extension["CUDA backend"].startswith("yes" if _core.C.cuda_built() else "no")
     assert all(arch in extension["CUDA backend"] for arch in _core.C.cuda_archs())
-    assert facts["steps"]["step on cpu"] == "works"
     assert not {name: section["probe"] for name, section in facts.items() if "probe" in section}
 
 
@@ -118,15 +117,18 @@ def test_runs_when_the_extension_is_for_another_torch(tmp_path):
     assert any(said in fact for fact in report(tmp_path)["extension"].values())
 
 
+BUILT = ["sm_75", "sm_80", "compute_90"]
+
+
 @pytest.mark.parametrize(
     ("archs", "capability", "covering"),
     [
-        (["sm_75", "sm_80", "compute_90"], (7, 5), "sm_75"),
-        (["sm_75", "sm_80", "compute_90"], (8, 0), "sm_80"),
-        (["sm_75", "sm_80", "compute_90"], (8, 9), "sm_80"),  # same major version, later minor
-        (["sm_75", "sm_80", "compute_90"], (9, 0), "compute_90"),
-        (["sm_75", "sm_80", "compute_90"], (12, 0), "compute_90"),
-        (["sm_75", "sm_80", "compute_90"], (7, 0), None),  # V100
+        (BUILT, (7, 5), "sm_75"),
+        (BUILT, (8, 0), "sm_80"),
+        (BUILT, (8, 9), "sm_80"),  # same major version, later minor
+        (BUILT, (9, 0), "compute_90"),
+        (BUILT, (12, 0), "compute_90"),
+        (BUILT, (7, 0), None),  # V100
         (["sm_86", "sm_80"], (8, 6), "sm_86"),
         (["sm_86"], (8, 0), None),
         (["sm_90a"], (9, 0), "sm_90a"),
@@ -142,14 +144,6 @@ def test_covering_arch(archs, capability, covering):
     assert env_probes.covering_arch(archs[::-1], capability) == covering
 
 
-def test_a_wrong_result_is_no_working_step(monkeypatch):
-    """Loaded is not working: the report makes a step and looks at its result."""
-    from ampfuse import optim
-
-    monkeypatch.setattr(optim.AdamW, "step", lambda self: None)
-    assert env_probes._steps()["step on cpu"] == "runs, but gives a WRONG RESULT"
-
-
 @pytest.mark.parametrize(("flags", "said"), [({"avx512_bf16"}, "are fast"), ((), "not time")])
 def test_levels_for_the_cpu_are_named(flags, said, monkeypatch):
     monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset(flags))
@@ -158,28 +152,26 @@ def test_levels_for_the_cpu_are_named(flags, said, monkeypatch):
     assert level.endswith(said)
 
 
-BUILT = ["sm_75", "sm_90", "compute_90"]
-# What torch and the extension say, and what the report does.
+# By what torch and the extension say of a GPU, or of none that can be used: the report's line.
+GPU, NONE = True, False
 GPUS = {
-    "ROCm": ({"hip": "7.2.0"}, "NOT USED: .* ROCm 7.2.0, and .* or train on the CPU"),
-    "too old": ({"capability": (6, 0)}, "NOT USED: it is sm_60, .*sm_75.* compile ampfuse with"),
-    "an old driver": ({"driver": 12040}, "NOT USED: .* CUDA 12.4.*Update the driver .*580"),
-    "built without": ({"archs": []}, "NOT USED: .* was built for CPUs; .*AMPFUSE_CUDA=ON"),
-    "before Ampere": ({"capability": (7, 5)}, "runs .*sm_75; BF16 is emulated: use O1 or O2"),
-    "Blackwell": ({"capability": (12, 0)}, "runs ampfuse's compute_90; use O4 or O5$"),
-}
-NONE = {
-    "MPS": ({"other": "mps"}, "torch is built for MPS, and .* or train on the CPU"),
-    "XPU": ({"other": "xpu"}, "torch is built for XPU, and .* or train on the CPU"),
-    "ROCm": ({"hip": "7.2.0"}, "torch is built for ROCm 7.2.0, and .* or train on the CPU"),
-    "a CPU build": ({"cuda": None}, "built for CPUs, and .*: install a CUDA build"),
-    "torch's words": ({"error": "The NVIDIA driver is too old"}, "The NVIDIA driver is too old$"),
-    "hidden": ({}, "CUDA_VISIBLE_DEVICES"),
+    "ROCm": (GPU, {"hip": "7.2.0"}, "NOT USED: .* ROCm 7.2.0, and .* or train on the CPU"),
+    "too old": (GPU, {"capability": (6, 0)}, "NOT USED: it is sm_60, .*sm_75.* compile ampfuse"),
+    "an old driver": (GPU, {"driver": 12040}, "NOT USED: .* CUDA 12.4.*Update the driver .*580"),
+    "built without": (GPU, {"archs": []}, "NOT USED: .* was built for CPUs; .*AMPFUSE_CUDA=ON"),
+    "before Ampere": (GPU, {"capability": (7, 5)}, "runs .*sm_75; BF16 is emulated: use O1 or O2"),
+    "Blackwell": (GPU, {"capability": (12, 0)}, "runs ampfuse's compute_90; use O4 or O5$"),
+    "no MPS": (NONE, {"other": "mps"}, "torch is built for MPS, and .* or train on the CPU"),
+    "no XPU": (NONE, {"other": "xpu"}, "torch is built for XPU, and .* or train on the CPU"),
+    "no ROCm": (NONE, {"hip": "7.2.0"}, "torch is built for ROCm 7.2.0, and .* train on the CPU"),
+    "a CPU build": (NONE, {"cuda": None}, "built for CPUs, and .*: install a CUDA build"),
+    "torch's words": (NONE, {"error": "The driver is too old"}, "The driver is too old$"),
+    "hidden": (NONE, {}, "CUDA_VISIBLE_DEVICES"),
 }
 
 
 def pretend(monkeypatch, *, available, hip=None, cuda="13.0", error=None, other=None, **said):
-    """A torch that says so of itself, with one GPU if `available`."""
+    """Have torch report this of itself, with one GPU if `available`."""
     capability = said.get("capability", (9, 0))
 
     def init():
@@ -200,36 +192,18 @@ def pretend(monkeypatch, *, available, hip=None, cuda="13.0", error=None, other=
     accelerator = torch.device(other) if other else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
     binding = types.SimpleNamespace(
-        cuda_archs=lambda: said.get("archs", BUILT),
+        cuda_archs=lambda: said.get("archs", ["sm_75", "sm_90", "compute_90"]),
         cuda_versions=lambda: (13000, said.get("driver", 13000)),
     )
     monkeypatch.setattr(_core, "C", binding)
 
 
 @pytest.mark.parametrize("case", GPUS)
-def test_a_gpu_runs_or_the_report_says_why_not_and_what_to_do(case, monkeypatch):
-    said, line = GPUS[case]
-    pretend(monkeypatch, available=True, **said)
-    assert re.search("^A card, 16.0 GiB: " + line, env_probes._gpus()["GPU 0"])
-
-
-def test_no_step_is_tried_on_a_gpu_that_is_not_used(monkeypatch):
-    pretend(monkeypatch, available=True, hip="7.2.0")
-    monkeypatch.setattr(_core, "C", _core.EXTENSION)
-    assert env_probes._steps() == {"step on cpu": "works"}
-
-
-@pytest.mark.parametrize("case", NONE)
-def test_where_there_is_no_gpu_the_report_says_why_and_what_to_do(case, monkeypatch):
-    said, line = NONE[case]
-    pretend(monkeypatch, available=False, **said)
-    assert re.search("^none that torch can use: .*" + line, env_probes._gpus()["GPUs"])
-
-
-@pytest.mark.parametrize(("given", "said"), [({"hip": "7.2.0"}, "ROCm 7.2.0"), ({}, "CUDA 13.0")])
-def test_what_torch_was_built_for(given, said, monkeypatch):
-    pretend(monkeypatch, available=False, **given)
-    assert env_probes._torch()["built for"].startswith(said)
+def test_report_says_whether_a_gpu_is_used_or_why_not_and_what_to_do(case, monkeypatch):
+    available, said, line = GPUS[case]
+    pretend(monkeypatch, available=available, **said)
+    start = "A card, 16.0 GiB: " if available else "none that torch can use: .*"
+    assert re.search(f"^{start}{line}", env_probes._gpus()["GPU 0" if available else "GPUs"])
 
 
 @pytest.mark.gpu

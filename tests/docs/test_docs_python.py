@@ -20,7 +20,6 @@ ELSEWHERE = {
     "from_torch_amp.md": "test_migration_docs.py",
     'Path("checkpoints")': "test_docs.py, on processes",
     "fabric.setup_module": "test_integrations_sharded.py, on processes",
-    "doctor.examine": "test_doctor.py",
 }
 # What a block needs that trains with what an earlier one, or its reader, has set up; those with one
 # of these words set it up themselves.
@@ -39,7 +38,7 @@ BEFORE = {
 }
 SMALLER = {
     '"cuda"': '"cpu"',
-    "batch, optimizer)": "batch, optimizer, levels=['O2'], steps=2, seeds=1)",
+    "batch, optimizer)": "batch, optimizer, levels=['O2'], steps=2)",
 }
 
 

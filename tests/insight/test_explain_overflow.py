@@ -83,10 +83,6 @@ def softmax_by_hand(x):
     return e / e.sum(-1, keepdim=True)
 
 
-def norm_by_hand(x):
-    return (x - x.mean()) * ((x - x.mean()) ** 2).mean().rsqrt()
-
-
 def masked(x):
     """A mask of -1e9, cast with everything else, that hides all."""
     mask = torch.full((2, 8), -1e9).half()
@@ -108,14 +104,10 @@ FORWARD = {
     "a constant that is 0 in half":
         (lambda x: x / (x - x + 1e-8), 8, "div", "inf", "below 3e-8"),
     "sum": (lambda x: x.sum(-1), 1e4, "sum", "inf", "Reduce in FP32"),
-    "sum of squares": (lambda x: (x * x).sum(-1), 120, "sum", "inf", "Reduce in FP32"),
     "squares": (lambda x: x.pow(2).sum(-1), 300, "pow", "inf", "Keep pow in FP32"),
     "norm": (lambda x: x.norm(dim=-1), 6e4, "norm", "inf", "Reduce in FP32"),
-    "a norm by hand": (norm_by_hand, torch.linspace(-400, 400, 16).reshape(2, 8), "pow", "inf",
-                       "FP32"),
     "matmul": (lambda x: x @ x.T, 2e2, "matmul", "inf", "products are too large"),
     "addition in place": (lambda x: x.clone().add_(6e4), 3e4, "add", "inf", "Keep add in FP32"),
-    "division in place": (lambda x: x.clone().div_(1e-4), 20, "div", "inf", "Keep div in FP32"),
     "passed on in place": (lambda x: F.relu(x.exp() + 1, inplace=True).sub(1), 12, "exp", "inf",
                            "Otherwise: Keep exp in FP32"),
     "a cast": (lambda x: (x.float() * 1e4).half(), 20, "to", "inf", "do not fit"),
@@ -184,7 +176,7 @@ def test_remedies_of_attention_help(written, level):
             model(x)
         return watch.explanation
 
-    found = watched()  # though nobody called backward
+    found = watched()  # without a backward pass
     assert found.operation == written
     by = math.ceil(found.largest_result / 65504)
     told = [words for words in REMEDIES if words.format(by=by) in found.remedy]
@@ -197,7 +189,7 @@ def test_remedies_of_attention_help(written, level):
 
 
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
-def test_where_it_is_born(name):
+def test_where_it_is_origin(name):
     function, value, operation, kind, said = (FORWARD | BACKWARD)[name]
     phase = "forward" if name in FORWARD else "backward"
     x = value if isinstance(value, torch.Tensor) else ones(value)
@@ -271,21 +263,19 @@ def with_a_bad_weight():
     return model
 
 
-def norm_alone():
-    return nn.Sequential(nn.BatchNorm1d(8))
-
-
-def two_signs():
-    return torch.cat([ones(3e4), ones(-3e4)])
-
-
 @pytest.mark.parametrize(
     ("make", "x", "lr", "expected", "said"),
     [
-        (with_a_bad_weight, ones, 0, ("weights", "1", "weight"), "intact checkpoint"),
-        (lambda: planted(lambda x: x), ones, 6e4, ("step", "1", "weight"), "lower the learning"),
-        (norm_alone, two_signs, 0, ("forward", "0", "running_var"), "Keep it in FP32"),
-        (lambda: planted(Unseen.apply), ones, 0, ("forward", "1", "output"), "Keep it in FP32"),
+        (with_a_bad_weight, ones(), 0, ("weights", "1", "weight"), "intact checkpoint"),
+        (lambda: planted(lambda x: x), ones(), 6e4, ("step", "1", "weight"), "lower the learning"),
+        (
+            lambda: nn.Sequential(nn.BatchNorm1d(8)),
+            torch.cat([ones(3e4), ones(-3e4)]),
+            0,
+            ("forward", "0", "running_var"),
+            "Keep it in FP32",
+        ),
+        (lambda: planted(Unseen.apply), ones(), 0, ("forward", "1", "output"), "Keep it in FP32"),
     ],
     ids=["weights", "the step", "running statistics", "a kernel that torch does not dispatch"],
 )
@@ -293,7 +283,7 @@ def test_places_that_are_no_operation(make, x, lr, expected, said):
     model = make().half()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with amp.explain_overflow(model) as watch:
-        model(x().half()).float().sum().backward()
+        model(x.half()).float().sum().backward()
         if lr:
             optimizer.step()
     found = watch.explanation
@@ -409,13 +399,12 @@ def test_a_static_scale_that_is_too_high(level):
     assert "static loss scale of 16777216 is too high" in found.remedy
     assert not found.is_harmless
     # With the scale that it names there is no overflow in that place, with twice as much there is.
-    born = (found.module, found.operation)
+    origin = (found.module, found.operation)
     for scale, fits in ((found.fitting_scale, True), (2 * found.fitting_scale, False)):
         again = explained(scale)
-        assert (again is None or (again.module, again.operation) != born) == fits
+        assert (again is None or (again.module, again.operation) != origin) == fits
 
 
-@pytest.mark.parametrize("how", ["watched", "armed"])
 class Net(nn.Module):
     """Convolutions, attention and a recurrent network."""
 
@@ -467,7 +456,7 @@ def test_accumulation_and_recomputed_activations():
 
     model = Checkpointed().half()
     with amp.explain_overflow(model) as watch:
-        for value in (1, 2, 1e5):  # the third is no float16
+        for value in (1, 2, 1e5):  # the third is beyond float16
             half_mean(model(ones(value).half().requires_grad_())).backward()
     assert (watch.explanation.phase, watch.explanation.operation) == ("forward", "to")
 

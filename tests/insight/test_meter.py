@@ -10,7 +10,7 @@ import ampfuse
 import trainings
 from ampfuse import amp
 from bits import digest
-from cases import CODED, KINDS, LEVELS, bf16, bits, f16, f32, make, same_bits, short
+from cases import CODED, KINDS, LEVELS, bf16, bits, f16, f32, make
 from conftest import slow_in_emulation
 
 # Around a vector, a strip, a tile and a chunk.
@@ -60,7 +60,7 @@ def test_counts_are_those_of_snapshots(name, dtype, mode, device):
     # The same step on FP32 weights: what an update was before it was rounded.
     exact = [nn.Parameter(param.detach().float().clone()) for param in params]
     optimizer = make(name, params, lr=3e-3, **options)
-    beside = make(name, exact, lr=3e-3, **kept)
+    twin_optimizer = make(name, exact, lr=3e-3, **kept)
     optimizer.meter(every=1, changed_bits=True)
     for step in range(3):
         gradients_of(params, step)
@@ -72,7 +72,7 @@ def test_counts_are_those_of_snapshots(name, dtype, mode, device):
         before = [param.detach().clone() for param in params]
         old = [twin.detach().clone() for twin in exact]
         optimizer.step()
-        beside.step()
+        twin_optimizer.step()
         pairs = zip(exact, old, strict=True)
         updates = [(new.double() - was.double()).norm().item() for new, was in pairs]
         for param, twin in zip(params, exact, strict=True):
@@ -151,77 +151,66 @@ def test_under_amp_with_accumulation_clipping_and_a_skipped_step(level):
 
 
 def test_every_so_many_steps_off_and_on_again():
-    """A meter that is off counts steps; nothing but its readings depends on it."""
-    runs = []
-    for turns in ((None, None, None), (1, 1, 1), (2, None, 2)):
-        torch.manual_seed(0)
-        param = nn.Parameter(torch.randn(40000).half())
-        optimizer = ampfuse.optim.AdamW([param], lr=1e-3, master_weights=True, max_grad_norm=1.0)
-        for every in turns:
-            optimizer.meter(every=every, history=3)
-            for step in range(3):
-                gradients_of([param], step)
-                optimizer.step()
-        runs.append((param, optimizer.state[param]["master_param"]))
+    """A meter that is off counts steps."""
+    param = nn.Parameter(torch.randn(40).half())
+    optimizer = ampfuse.optim.AdamW([param], lr=1e-3, master_weights=True, max_grad_norm=1.0)
+    for every in (2, None, 2):
+        optimizer.meter(every=every, history=3)
+        for step in range(3):
+            gradients_of([param], step)
+            optimizer.step()
     assert [row.step for row in optimizer.meter.readings] == [3, 7, 9]
-    for run in runs[1:]:
-        assert all(same_bits(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
-def layers(dtype, lr, *, masters, scales, gradients):
-    """An optimizer that has stepped a layer for each of `scales` (of weights) and `gradients`."""
+def layers(dtype, *, lr=1e-3, masters=True, scales=None, gradients):
+    """An optimizer after 7 steps of a layer for each of `gradients`, of weights times `scales`."""
     torch.manual_seed(0)
     params = [
         (f"layer{i}", nn.Parameter((torch.randn(512) + 3).mul(scale).to(dtype)))
-        for i, scale in enumerate(scales)
+        for i, scale in enumerate(scales or [1] * len(gradients))
     ]
     optimizer = ampfuse.optim.SGD(params, lr=lr, master_weights=masters)
     optimizer.meter(every=1)
     for _ in range(7):
         for (_, param), gradient in zip(params, gradients, strict=True):
-            param.grad = torch.randn(512).mul(gradient).to(dtype)
+            if gradient is not None:
+                param.grad = torch.randn(512).mul(gradient).to(dtype)
         optimizer.step()
     return optimizer
 
 
-@pytest.mark.parametrize("dtype", [f16, bf16], ids=short)
-def test_planted_stale_layers_are_found_and_no_others(dtype):
-    scales = [1e3, 1, 1e3, 0.1, 1e3, 1]  # an update of about 0.1 is lost on weights in thousands
-    stale = {"layer0", "layer2", "layer4"}
-    optimizer = layers(dtype, 0.1, masters=False, scales=scales, gradients=[1.0] * 6)
-    assert {f.where for f in optimizer.meter.advice if f.kind == "stale"} == stale
-    remedy, tensors = optimizer.meter.report().splitlines()[-2:]
-    assert remedy.startswith("- stale: updates below half a step")
-    assert tensors == "  100% of the updates lost since step 1: layer0, layer2, layer4"
-    kept = layers(dtype, 0.1, masters=True, scales=scales, gradients=[1.0] * 6)
-    assert kept.meter.advice == []
-    assert any(row.stale_share > 0.99 for row in kept.meter.readings)
+# An update of about 0.1 is lost on weights in thousands.
+LARGE = {"lr": 0.1, "scales": [1e3, 1, 1e3, 0.1], "gradients": [1] * 4}
+SMALL = {"gradients": [1, 1e-5, 3e-3, 1e-6, 1e-9]}
+LOST = {"layer0": "stale", "layer2": "stale"}
+UNDERFLOW = {"layer1": "underflow", "layer3": "underflow", "layer4": "zero gradient"}
 
 
-def test_planted_underflow_is_found_and_nothing_else():
-    gradients = [1.0, 1e-5, 1e-3, 1e-6, 1e-9, 1.0]
-    optimizer = layers(f16, 1e-3, masters=True, scales=[1] * 6, gradients=gradients)
-    kinds = {finding.where: finding.kind for finding in optimizer.meter.advice}
-    assert kinds == {
-        "layer1": "underflow", "layer3": "underflow", "layer4": "zero gradient"
-    }  # fmt: skip
-    kept = layers(bf16, 1e-3, masters=True, scales=[1] * 6, gradients=gradients)
-    assert kept.meter.advice == []
-
-
-def test_a_tensor_that_never_has_a_gradient_is_named():
-    params = [(name, nn.Parameter(torch.ones(3))) for name in "ab"]
-    optimizer = ampfuse.optim.SGD(params, lr=0.1)
-    optimizer.meter(every=1)
-    params[0][1].grad = torch.ones(3)
-    optimizer.step()
-    (finding,) = optimizer.meter.advice
-    assert (finding.where, finding.kind) == ("b", "no gradient")
+@pytest.mark.parametrize(
+    ("dtype", "options", "expected"),
+    [
+        pytest.param(f16, {**LARGE, "masters": False}, LOST, id="lost-f16"),
+        pytest.param(bf16, {**LARGE, "masters": False}, LOST, id="lost-bf16"),
+        pytest.param(f16, LARGE, {}, id="kept-f16"),
+        pytest.param(bf16, LARGE, {}, id="kept-bf16"),
+        pytest.param(f16, SMALL, UNDERFLOW, id="underflow"),
+        pytest.param(bf16, SMALL, {}, id="wide-enough"),
+        pytest.param(f32, {"gradients": [1, None]}, {"layer1": "no gradient"}, id="no-gradient"),
+    ],
+)
+def test_planted_problems_are_found_and_no_others(dtype, options, expected):
+    optimizer = layers(dtype, **options)
+    assert {finding.where: finding.kind for finding in optimizer.meter.advice} == expected
+    if options.get("lr"):
+        assert any(row.stale_share > 0.99 for row in optimizer.meter.readings)
+    if expected == LOST:
+        remedy, tensors = optimizer.meter.report().splitlines()[-2:]
+        assert remedy.startswith("- stale: updates below half a step")
+        assert tensors == "  100% of the updates lost since step 1: layer0, layer2"
 
 
 def test_report():
-    optimizer = layers(f16, 1e-3, masters=True, scales=[1] * 3, gradients=[1, 1e-6, 1e-9])
-    report = optimizer.meter.report().splitlines()
+    report = layers(f16, gradients=[1, 1e-6, 1e-9]).meter.report().splitlines()
     assert report[0] == "Step 7"
     assert report[1].split()[:3] == ["parameter", "weights", "type"]
     assert report[2].split()[:5] == ["layer0", "512", "float16", "+", "master"]
@@ -233,8 +222,8 @@ def test_report():
     assert "no readings yet" in empty.meter.report()
 
 
-@pytest.mark.parametrize("known", ["by nobody", "by the optimizer", "by amp.initialize"])
-def test_a_report_has_each_remedy_once_and_names_where_somebody_knows_them(known):
+@pytest.mark.parametrize("known", ["nowhere", "by the optimizer", "by amp.initialize"])
+def test_a_report_has_each_remedy_once_and_names_where_they_are_known(known):
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(12)))
     unnamed = torch.optim.SGD if known == "by amp.initialize" else ampfuse.optim.SGD
     named = known == "by the optimizer"
@@ -247,12 +236,12 @@ def test_a_report_has_each_remedy_once_and_names_where_somebody_knows_them(known
     optimizer.step()
     _, report = optimizer.meter.report().split("\n\n")
     names = "1.weight, 10.weight, 11.weight"
-    if known == "by nobody":
+    if known == "nowhere":
         places = (f"param_groups[0]['params'][{i}] of shape (2, 2)" for i in (1, 10, 11))
         names = ", ".join(places) + "\nFor names, build the optimizer from "
     assert report.count("either nothing in the loss depends on the weight") == 1
     assert f"\n  every element zero since step 1: {names}" in report
-    assert report.count("For names") == (known == "by nobody")
+    assert report.count("For names") == (known == "nowhere")
 
 
 def test_changed_weights_of_a_permuted_parameter():

@@ -51,14 +51,15 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         return status
     sys.stdout.flush()
     if status and not watch.done:
-        seen = f"the script failed after {watch.seen} optimizer steps"
-        report.problem = f"{seen} (exit status {status})"
+        after = f"after {watch.seen} optimizer steps (exit status {status})"
+        report.problem = f"the script failed {after}"
     else:
         fill(report, watch)
-    if not int(os.environ.get("RANK", "0")):  # of several processes, the first one reports
-        print(
-            report if report.problem else f"\n{report}", file=sys.stderr if report.problem else None
-        )
+    if os.environ.get("RANK", "0") == "0":  # of several processes, the first one reports
+        if report.problem:
+            print(report, file=sys.stderr)
+        else:
+            print(f"\n{report}")
     return status or int(bool(report.problem))
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -81,37 +79,15 @@ def _system() -> Facts:
         "CPU cores": f"{core_count()} usable of {os.cpu_count()}",
         "CPU features": ", ".join(flags) or "unknown",
         "CPU levels": f"O4 and O5 {'are fast' if cpu_has_bf16() else 'save memory, not time'}",
-        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
     }
 
 
 def _python() -> Facts:
-    # The CUDA libraries that torch's wheels bring; a mixture of major versions explains a lot.
-    nvidia = [
-        f"{name} {dist.version}"
-        for dist in metadata.distributions()
-        if (name := dist.metadata["Name"] or "").startswith("nvidia-")
-    ]
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
         **{package: _version(package) for package in _PACKAGES},
-        "CUDA libraries": ", ".join(sorted(nvidia)) or "none from PyPI",
     }
-
-
-def _compilers() -> Facts:
-    tools = ("g++", "clang++", "cmake", "ninja")
-    found: Facts = {tool: _output_of(tool, "--version").splitlines()[0] for tool in tools}
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    release = re.search(r"release [\d.]+, V[\d.]+", _output_of(nvcc, "--version"))
-    return {**found, "CUDA toolkit": f"{release[0]} ({nvcc})" if release else "not found (nvcc)"}
-
-
-def _driver() -> Facts:
-    asked = "--query-gpu=name,compute_cap,memory.total,driver_version"
-    listing = _output_of("nvidia-smi", asked, "--format=csv,noheader").splitlines()
-    return {"nvidia-smi": "; ".join(listing)}
 
 
 def _variables() -> Facts:
@@ -123,8 +99,6 @@ _HERE: tuple[Probe, ...] = (
     ("ampfuse", _installation),
     ("system", _system),
     ("python", _python),
-    ("compilers", _compilers),
-    ("driver", _driver),
     ("variables", _variables),
 )
 
@@ -134,11 +108,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except Exception:  # a damaged metadata folder raises all sorts of things
         return "not installed"
-
-
-def _output_of(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "not found, or failed"
-    return done.stdout.strip()

@@ -3,8 +3,8 @@
 ``examine``  says where the time goes, and what would pay: ``with examine() as report:``
 ``advise``   trains copies at each level and recommends one
 
-Of ``examine``: ``watch`` times and profiles some steps, ``profile`` sums the time by kinds of work,
-``report`` says what would pay. ``levels`` is ``advise``.
+``watch`` times and profiles some steps for ``examine``, ``profile`` sums the time by kinds of work,
+and ``report`` says what would pay. ``levels`` has ``advise``.
 """
 
 from __future__ import annotations

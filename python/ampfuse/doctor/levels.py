@@ -28,7 +28,7 @@ from ampfuse.amp.policy import LEVELS
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.devices import device_name
 from ampfuse.insight import inputs
-from ampfuse.insight.tables import aligned, figures
+from ampfuse.insight.reports import aligned, figures
 from ampfuse.measuring import ProcessMemory, StepClock
 
 # At equal speed: no loss scale before one, FP32 weights before half ones.
@@ -38,13 +38,12 @@ _MAX_SKIPPED = 0.05  # of the steps, once the loss scale has settled
 _NEGLIGIBLE = 0.01  # of the way that FP32's loss went: less is nothing one could see
 _ROUNDING = 2.0**-8  # to BF16: of a loss, and of the weights that another seed starts from
 _WINDOWS = 8  # of a curve, of which the means are compared
+_SEEDS = 2  # further trainings in FP32
 _MAX_BATCHES = 32  # that are kept of a loader
 _LEAST_STEPS = 5  # however slow a level is
 _FEW_STEPS = 2 * _WINDOWS  # with fewer, these means are of single steps
 # Steps in which the loss scale comes down from 2**16, and how many in a row are not skipped then.
 _TRIES, _CLEAN = 30, 3
-
-
 _ORIGINAL = "loss_function(model, batch) must use the model it is passed, which is a copy."
 
 
@@ -106,7 +105,6 @@ def advise(
     levels: Sequence[str] = tuple(LEVELS),
     seconds: float = 60.0,
     steps: int = 1000,
-    seeds: int = 2,
 ) -> Advice:
     """Train copies of `model` and `optimizer` at each level, compare them and recommend one::
 
@@ -115,11 +113,10 @@ def advise(
         print(advice)
 
     All trainings start from the model as it is, on its device and in its mode, and take the same
-    batches with the same random numbers. FP32 (O0), always among them, is trained `seeds` times
-    more, slightly changed: a level's loss may be as far from FP32's as these are from each other
-    ("The baseline" in docs/insight.md). Recommended is the fastest level that does not deviate,
-    loses no tensor's updates, and skips no more than 5 % of its steps; O0 where nothing is 5 %
-    faster. One copy exists at a time; nothing of yours changes.
+    batches with the same random numbers. FP32 (O0), always among them, is trained twice more,
+    slightly changed: a level's loss may be as far from FP32's as these are from each other. The
+    fastest level that passes the checks is recommended ("Which level to train at" in
+    docs/insight.md). One copy exists at a time; nothing of yours changes.
 
     Arguments:
         model: FP32, before ``amp.initialize`` and before DistributedDataParallel. What
@@ -131,7 +128,6 @@ def advise(
         levels: which of O0 to O5.
         seconds: for everything, shared evenly; a slow level gets fewer steps, and at least five.
         steps: of each training, at most.
-        seeds: FP32 trainings beside the first.
 
     Raises:
         TypeError, ValueError: an argument is not as above; or the training does not work, or has no
@@ -139,21 +135,21 @@ def advise(
     """
     levels = (levels,) if isinstance(levels, str) else tuple(dict.fromkeys(levels))
     inputs.check_types(model, optimizer, "amp.advise(model, loss_function, batch, optimizer)")
-    _check(model, optimizer, levels, seconds=seconds, steps=steps, seeds=seeds)
+    _check(model, optimizer, levels, seconds=seconds, steps=steps)
     task = _Task(eager_module(model), optimizer, loss_function)
     with _untouched(task):
         task.take(batch)
         others = [level for level in levels if level != "O0"]
-        run = functools.partial(task.run, seconds=seconds / (1 + len(others) + seeds))
+        run = functools.partial(task.run, seconds=seconds / (1 + len(others) + _SEEDS))
         reference = run("O0", steps)
         if problem := reference.objection or _not_finite(reference):
             raise ValueError(f"This training already fails in FP32 (O0): {problem}.")
         steps = len(reference.losses)
         rows = [run(level, steps) for level in others]
-        seeded = [run("O0", steps, seed=1 + seed) for seed in range(seeds)]
+        seeded = [run("O0", steps, seed=1 + seed) for seed in range(_SEEDS)]
     # Its time is that of all its trainings, before and after the others.
-    times = itertools.chain.from_iterable(row.milliseconds for row in (reference, *seeded))
-    reference = replace(reference, milliseconds=tuple(times))
+    times = sum((row.milliseconds for row in seeded), reference.milliseconds)
+    reference = replace(reference, milliseconds=times)
     return conclude([reference, *rows], seeded, len(task.batches), device_name(task.device))
 
 
@@ -338,16 +334,20 @@ def _judged(row: Row, reference: Row, seeded: Sequence[Row], batches: int) -> Ro
     way, loss = max(means) - min(means), max(map(abs, means))
     allowed = max(spread, _NEGLIGIBLE * way, _ROUNDING * loss)
     deviation = distance(row.losses, reference.losses, batches)
-    objection = _not_finite(row)
-    if not objection and row.skipped > _MAX_SKIPPED * steps:
-        objection = f"overflows: {row.skipped} of {steps} steps skipped"
-    elif not objection and row.stale:
-        more = f" and {len(row.stale) - 1} more" * (len(row.stale) > 1)
-        objection = f"updates are lost to rounding in {row.stale[0]}{more}"
-    elif not objection and deviation > allowed:
-        objection = "the loss deviates from FP32's"
+    objection = _objection_to(row, deviation, allowed)
     speedup = reference.median / row.median
     return replace(row, speedup=speedup, deviation=deviation, allowed=allowed, objection=objection)
+
+
+def _objection_to(row: Row, deviation: float, allowed: float) -> str | None:
+    if problem := _not_finite(row):
+        return problem
+    if row.skipped > _MAX_SKIPPED * len(row.losses):
+        return f"overflows: {row.skipped} of {len(row.losses)} steps skipped"
+    if row.stale:
+        more = f" and {len(row.stale) - 1} more" * (len(row.stale) > 1)
+        return f"updates are lost to rounding in {row.stale[0]}{more}"
+    return "the loss deviates from FP32's" if deviation > allowed else None
 
 
 def distance(a: Sequence[float], b: Sequence[float], batches: int) -> float:
@@ -363,7 +363,7 @@ def distance(a: Sequence[float], b: Sequence[float], batches: int) -> float:
 
 
 def _means(losses: Sequence[float], batches: int, steps: int) -> list[float]:
-    """Of the windows of :func:`distance` in the first `steps`; what is left over is left out."""
+    """Means over the whole windows of :func:`distance` in the first `steps`."""
     window = max(1, steps // _WINDOWS)
     window = max(1, min(steps, -(-window // batches) * batches))
     starts = range(0, steps - window + 1, window)
@@ -388,17 +388,15 @@ def _recommend(rows: Sequence[Row]) -> tuple[str, str]:
     if fastest is None:
         level, why = "O0", "every other level failed a check, or none was tried."
     elif fastest.speedup < _EQUAL:
-        why = f"half precision is no faster here ({fastest.level}: {fastest.speedup:.2f}x)."
         level = "O0"
+        why = f"half precision is no faster here ({fastest.level}: {fastest.speedup:.2f}x)."
     else:
         near = (row for row in good if row.median <= fastest.median * _EQUAL)
         best = min(near, key=lambda row: _PREFERENCE.index(row.level))
-        level, why = (
-            best.level,
-            (
-                f"{best.speedup:.2f}x as fast as FP32, and its loss stays near that of FP32 "
-                f"({figures(best.deviation, 2)} apart; {figures(best.allowed, 2)} is allowed)."
-            ),
+        level = best.level
+        why = (
+            f"{best.speedup:.2f}x as fast as FP32, and its loss stays near that of FP32 "
+            f"({figures(best.deviation, 2)} apart; {figures(best.allowed, 2)} is allowed)."
         )
     steps = min(len(row.losses) for row in rows if row.level in (level, "O0"))
     if steps < _FEW_STEPS:

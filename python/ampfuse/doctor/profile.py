@@ -15,6 +15,7 @@ from ampfuse import hardware
 STEP, CLOSURE = "ampfuse.doctor step", "ampfuse.doctor closure"
 _HOST = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_INPUTS = ("Input Dims", "Input Strides", "Input type", "Concrete Inputs")
 
 # The kinds of work by their names in tables, in the order of tables and colours.
 LABELS = {
@@ -69,7 +70,7 @@ _PRECISIONS = {
     **{"c10::Float8_e4m3fn": "FP8", "c10::Float8_e5m2": "FP8"},
 }
 HALVES = frozenset({"FP16", "BF16"})
-_TRANSFERS = frozenset({"communication", "data", "sync"})  # of a device, beside its other work
+_TRANSFERS = frozenset({"communication", "data", "sync"})  # by a device, while it does other work
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +96,8 @@ class Event:
 
     @property
     def precision(self) -> str:
-        """The type of the first input that is no integer ("FP32"); "" if there is none. Of a
-        kernel that of its operation, and "TF32" where its name says so."""
+        """The type of the first input that is not an integer ("FP32"); "" if there is none. A
+        kernel has that of its operation, or "TF32" where its name says so."""
         types = (self if self.types or self.parent is None else self.parent).types
         found = next((_PRECISIONS[name] for name in types if name in _PRECISIONS), "")
         return "TF32" if found == "FP32" and "tf32" in self.name.lower() else found
@@ -159,8 +160,8 @@ class Profile:
         work = [event for event in self.device if event.kind not in _TRANSFERS]
         for event in self.device:
             if event.kind in _TRANSFERS:  # counts where nothing else runs
-                beside = (min(event.end, w.end) - max(event.start, w.start) for w in work)
-                event.self_us = max(event.self_us - sum(us for us in beside if us > 0), 0.0)
+                overlaps = (min(event.end, w.end) - max(event.start, w.start) for w in work)
+                event.self_us = max(event.self_us - sum(us for us in overlaps if us > 0), 0.0)
         own = (event for event in self.host if event.thread == marks[0].thread)
         for event in self.device or own:
             if not begin <= event.start < end:
@@ -194,17 +195,9 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
         if record.get("ph", "X") != "X" or category not in _HOST | _DEVICE:
             continue
         start, on_device = float(record["ts"]), category in _DEVICE
-        event = Event(
-            record["name"],
-            category,
-            start,
-            start + float(record.get("dur", 0)),
-            "device" if on_device else record.get("tid", 0),
-            facts.get("Input Dims", []),
-            facts.get("Input Strides", []),
-            facts.get("Input type", []),
-            facts.get("Concrete Inputs", []),
-        )
+        end, thread = start + float(record.get("dur", 0)), record.get("tid", 0)
+        lists = (facts.get(name, []) for name in _INPUTS)
+        event = Event(record["name"], category, start, end, thread, *lists)
         (device if on_device else host).append(event)
         if on_device:
             launchers[event] = facts.get("External id")
@@ -235,7 +228,7 @@ def _by_name(event: Event) -> str:
     if len(event.strides) > 1 and event.dims[0] == event.dims[1]:
         pairs = (zip(event.strides[i], event.dims[i], strict=True) for i in (0, 1))
         target, source = ([stride for stride, dim in pair if dim > 1] for pair in pairs)
-        # Strides of 0 are an expansion (of a bias, say), which is no transposition.
+        # Strides of 0 are an expansion (of a bias, say), not a transposition.
         if target != source and 0 not in source:
             return "layout"
     return "memory"

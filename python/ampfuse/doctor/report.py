@@ -23,9 +23,8 @@ from ampfuse import hardware
 from ampfuse.devices import device_name
 from ampfuse.doctor.profile import HALVES, LABELS, Event, Operation, Profile
 from ampfuse.doctor.watch import Finished, Watch
-from ampfuse.insight.findings import Finding
 from ampfuse.insight.inputs import same_random_numbers
-from ampfuse.insight.tables import figures
+from ampfuse.insight.reports import Finding, figures
 from ampfuse.measuring import StepClock
 from ampfuse.optim.fused import FUSED
 
@@ -53,8 +52,8 @@ class Share(NamedTuple):
 class Report:
     """The doctor's findings. Times are of one step without the profiler, in milliseconds.
 
-    `problem` says in a line why there are none. Of `steps` timed steps `step_ms` is the mean, of as
-    many profiled ones `profiled_ms`. `shares` say where the time goes and sum up to
+    `problem` says in a line why there are none. `step_ms` is the mean of `steps` timed steps,
+    `profiled_ms` that of as many profiled ones. `shares` say where the time goes and sum up to
     `step_ms`, `operations` which take most, `waits` which lines of the program wait for the device
     (or would, for a GPU), `attention` what computes it and how fast, and `advice` what would pay.
     """
@@ -97,14 +96,18 @@ class Report:
         return self.gain_of(self.full_ms("matrix") + self.full_ms("memory", "norm") / 2)
 
     @property
-    def bound(self) -> str:
-        """``half_limit`` in words."""
-        share = f"{self.full_ms('matrix') / self.step_ms:.0%} of a step"
-        limit = f"At most {self.half_limit:.2f}x from half precision"
-        return f"{limit}, if the FP32 matrix work ({share}) took no time."
+    def half_type(self) -> str:
+        """The half type that the device computes in: "BF16", "FP16" or ""."""
+        if self.is_on_gpu:
+            return "BF16" if torch.cuda.get_device_capability(self.device) >= (8, 0) else "FP16"
+        return "BF16" if hardware.cpu_has_bf16() else ""
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     def full_ms(self, *kinds: str) -> float:
-        """Of operations of `kinds` that are not in half precision."""
+        """The time of operations of `kinds` that are not in half precision."""
         full = (op for op in self.operations if op.event.precision not in HALVES)
         return sum(op.ms for op in full if op.kind in kinds)
 
@@ -130,8 +133,12 @@ class Report:
         for op in self.operations[:5]:
             call = f"{op.calls:g} x {op.event.name} {op.shapes}"
             lines.append(f"  {op.ms:9.2f} ms  {call}".rstrip())
-        lines += [f"\n{text}" for text in (self.bound, self.attention) if text]
-        would = "wait for the device" if self.device.type == "cuda" else "would wait for a GPU"
+        lines.append(
+            f"\nAt most {self.half_limit:.2f}x from half precision, if the FP32 matrix work "
+            f"({self.full_ms('matrix') / self.step_ms:.0%} of a step) took no time."
+        )
+        lines += [f"\n{self.attention}"] if self.attention else []
+        would = "wait for the device" if self.is_on_gpu else "would wait for a GPU"
         lines += [f"\nLines that {would}, in a step:"] if self.waits else []
         lines += [f"  {line}" for line in self.waits[:10]]
         lines += ["\nWhat would help most:"] if self.advice else []
@@ -214,25 +221,16 @@ def fill(report: Report, watch: Watch) -> None:
 
 
 def _half_pays(name: str) -> Callable[[Report], bool]:
-    """On a device that computes in it, where matrix work is not in half precision."""
-
-    def pays(report: Report) -> bool:
-        half = "BF16" if hardware.cpu_has_bf16() else ""
-        if _on_gpu(report):
-            half = "BF16" if torch.cuda.get_device_capability(report.device) >= (8, 0) else "FP16"
-        return half == name and report.full_ms("matrix") > 0.1 * report.step_ms
-
-    return pays
-
-
-def _on_gpu(report: Report) -> bool:
-    return report.device.type == "cuda"
+    """Where the device computes in the type, and matrix work takes more than a tenth of a step."""
+    return lambda report: (
+        report.half_type == name and report.full_ms("matrix") > 0.1 * report.step_ms
+    )
 
 
 # fmt: off
-# What to do, how, when it applies, and the kinds of work of which it saves a part. Of the whole a
-# gain is "at most", as if nothing came in its place; of half, "about". Of matrix work and its like
-# counts what is not in half precision.
+# What to do, how, when it applies, and the kinds of work of which it saves a part: of the whole a
+# gain is "at most", as if nothing came in its place; of half, "about". Rules with matrix work count
+# only what is not in half precision.
 RULES: tuple[tuple[str, str, Callable[[Report], bool], tuple[str, ...], float], ...] = (
     ("faster loading", "DataLoader(num_workers=..., persistent_workers=True): one for each "
      "core, more if they wait for files; cheaper transforms",
@@ -246,10 +244,10 @@ RULES: tuple[tuple[str, str, Callable[[Report], bool], tuple[str, ...], float], 
      ("optimizer",), 0.5),
     ("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
      "optimizer, batch): a CUDA graph; first remove what waits for the GPU",
-     _on_gpu, ("host",), 1.0),
+     lambda report: report.is_on_gpu, ("host",), 1.0),
     ("less Python, fewer and larger operations", "move loading (into a DataLoader), logging "
      "and file access out of the step; larger batches; torch.compile(model)",
-     lambda report: not _on_gpu(report), ("host", "python"), 1.0),
+     lambda report: not report.is_on_gpu, ("host", "python"), 1.0),
     ("less communication", "overlap it with the backward pass (DistributedDataParallel), or "
      "send half precision", lambda report: True, ("communication",), 1.0),
     ("fewer casts", "keep tensors in one type from the model's input to its output; O2 and O5 "
@@ -266,8 +264,8 @@ def find(report: Report) -> list[Finding]:
     """What pays by the `RULES`."""
     found = []
     for what, remedy, applies, kinds, part in RULES:
-        half = "matrix" in kinds
-        ms = report.full_ms(*kinds) if half else report.share_of(*kinds) * report.step_ms
+        is_half = "matrix" in kinds
+        ms = report.full_ms(*kinds) if is_half else report.share_of(*kinds) * report.step_ms
         gain, basis = report.gain_of(part * ms), "at most" if part == 1 else "about"
         if gain >= LEAST_GAIN and applies(report):
             found.append(Finding(what, remedy, found=f"{basis} {gain:.2f}x", gain=gain))

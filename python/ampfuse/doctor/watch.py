@@ -147,10 +147,8 @@ class Watch:
         wait_for(self.device)  # a GPU's backlog belongs to the last step
         self.seconds[-1] = time.perf_counter() - begin
         if torch.autograd._profiler_enabled():
-            self.problem, self.done = (
-                "the script runs torch's profiler itself: turn that off",
-                True,
-            )
+            self.problem = "the script runs torch's profiler itself: turn that off"
+            self.done = True
             return
         with silent_stderr():
             self.profiler = profile(record_shapes=True, acc_events=True)

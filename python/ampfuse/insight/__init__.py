@@ -2,7 +2,7 @@
 
 ====================  ===========================================================
 ``optimizer.meter``   what half precision does to each tensor's steps
-``explain_overflow``  where the first inf or NaN of a step was born, and what helps
+``explain_overflow``  where the first inf or NaN of a step originated, and what helps
 ``memory_report``     what a training holds, in each mode
 ====================  ===========================================================
 
@@ -12,11 +12,10 @@ Where the time goes, and which level to train at: :mod:`ampfuse.doctor`.
 from __future__ import annotations
 
 from ampfuse.insight.explanation import Explanation
-from ampfuse.insight.findings import Finding
 from ampfuse.insight.memory import MemoryReport, memory_report
-from ampfuse.insight.meter import Meter
+from ampfuse.insight.meter import Meter, TensorReading
 from ampfuse.insight.overflow import OverflowWatch, explain_overflow
-from ampfuse.insight.readings import TensorReading, exponent_edges
+from ampfuse.insight.reports import Finding
 
 __all__ = [
     "Explanation",
@@ -26,6 +25,5 @@ __all__ = [
     "OverflowWatch",
     "TensorReading",
     "explain_overflow",
-    "exponent_edges",
     "memory_report",
 ]

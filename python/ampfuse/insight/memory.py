@@ -17,8 +17,8 @@ from ampfuse import pytree
 from ampfuse._schema import STORAGES
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
 from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.insight.inputs import LossFunction, call, check_owned, check_types, same_random_numbers
-from ampfuse.insight.tables import aligned
+from ampfuse.insight.inputs import check_owned, check_types, same_random_numbers
+from ampfuse.insight.reports import aligned
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
@@ -48,7 +48,6 @@ def memory_report(
     optimizer: Optimizer,
     batch: Any = None,
     *,
-    loss_function: LossFunction | None = None,
     budget: str | float = "16GB",
 ) -> MemoryReport:
     """What a training of `model` holds, by kind: now, and in each mode that would change it.
@@ -64,7 +63,6 @@ def memory_report(
     Arguments:
         model, optimizer: before or after ``amp.initialize``, before or after a step.
         batch: what `model` takes: a tensor, a tuple of arguments or a dict of keywords.
-        loss_function: ``loss_function(model, batch)`` is the pass, as in ``amp.advise``.
         budget: memory to compare with: "16GB", "15 GiB", or a number of bytes.
 
     Raises:
@@ -82,7 +80,7 @@ def memory_report(
         states |= {getattr(param, "model_param", param): count for param in group["params"]}
     check_owned(model, states, "Pass the model's own optimizer, or one module with all of them.")
     found = _measured(model, optimizer)
-    kept, wide = (0, 0) if batch is None else _activations(model, batch, loss_function)
+    kept, wide = (0, 0) if batch is None else _activations(model, batch)
     masters = getattr(inner, "master_weights", False)
     options = {name: getattr(inner, name, None) for name in ("state_dtype", "ema_decay")}
     if not isinstance(inner, AmpOptimizer):
@@ -212,7 +210,7 @@ def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
         yield from (part.untyped_storage() for part in parts)
 
 
-def _activations(model: nn.Module, batch: Any, loss: LossFunction | None) -> tuple[int, int]:
+def _activations(model: nn.Module, batch: Any) -> tuple[int, int]:
     """Bytes that a forward pass keeps for its backward, and those of them in FP32 tensors."""
     kept: dict[int, tuple[StorageWeakRef, int, bool]] = {}
 
@@ -228,9 +226,7 @@ def _activations(model: nn.Module, batch: Any, loss: LossFunction | None) -> tup
         model.train()
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
     with same_random_numbers(), torch.enable_grad(), hooks:
-        if loss is not None:
-            output = call(loss, model, batch)
-        elif isinstance(batch, Mapping):
+        if isinstance(batch, Mapping):
             output = model(**batch)
         else:
             output = model(*(batch if isinstance(batch, tuple) else (batch,)))

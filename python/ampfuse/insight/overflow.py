@@ -191,7 +191,7 @@ def _has_compiled() -> bool:
 class _SkipsInARow:
     """Counts skipped steps in a row, on the device, without waiting for the count.
 
-    `since_uncompiled` says that it begins behind a finite step that ran uncompiled.
+    `since_uncompiled` says that the count began after a finite step that ran uncompiled.
     """
 
     def __init__(self, after: int, *, since_uncompiled: bool = False) -> None:

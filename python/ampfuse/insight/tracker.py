@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
+from torch.utils._pytree import tree_leaves
 
 from ampfuse import pytree
 from ampfuse.amp.casts import eager_module
@@ -179,7 +180,7 @@ class Tracker(TorchDispatchMode):
     def _at_parameter(self, module: nn.Module, name: str, gradient: Tensor) -> None:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not self._saw_backward and distributed:
-            # Behind the callbacks that reduce gradients, which are there when this one runs.
+            # After the callbacks that reduce gradients, which are queued when this one runs.
             queue: Any = Variable._execution_engine.queue_callback
             queue(functools.partial(queue, self._after_backward))
         self._saw_backward = True
@@ -314,19 +315,15 @@ class Tracker(TorchDispatchMode):
         self, phase: str, place: _Place, tensor: Tensor, kind: str, func: Any, before: Any, at: int
     ) -> int:
         """The origin in result number `at` of `func`."""
-        numbers = list(_numbers(before))
+        numbers = [item for item in tree_leaves(before) if isinstance(item, float)]
         sizes = [*map(_magnitude, filter(_is_readable, pytree.tensors(before))), *map(abs, numbers)]
-        return self._add(
-            phase,
-            place,
-            tensor,
-            kind,
-            "output",
-            meant=any(map(math.isinf, numbers)),
-            aten=str(func),
-            largest_input=max(filter(math.isfinite, sizes), default=None),
-            largest_result=_wider_magnitude(func, before, at),
-        )
+        known: dict[str, Any] = {
+            "aten": str(func),
+            "largest_input": max(filter(math.isfinite, sizes), default=None),
+            "largest_result": _wider_magnitude(func, before, at),
+        }
+        meant = any(map(math.isinf, numbers))
+        return self._add(phase, place, tensor, kind, "output", meant=meant, **known)
 
     def _add(
         self,
@@ -401,7 +398,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _range(tensor: Tensor) -> tuple[float, float]:
-    """The smallest and the largest number; to look is no part of the step."""
+    """The smallest and the largest number; the look is not part of the step."""
     with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
         tensor = tensor.detach()
         if tensor.itemsize < 2:
@@ -422,15 +419,6 @@ def _kind(tensor: Tensor) -> str | None:
 
 def _magnitude(tensor: Tensor) -> float:
     return max(map(abs, _range(tensor)))
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    """The Python floats in `value`, at any depth."""
-    if isinstance(value, float):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _numbers(item)
 
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}

@@ -1,4 +1,4 @@
-"""One module for each framework, imported by who uses that framework and by nobody else.
+"""One module for each framework, which only users of that framework import.
 
 =========================  =============================
 ``lightning``, ``fabric``  precision plugins

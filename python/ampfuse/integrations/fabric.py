@@ -36,7 +36,7 @@ class Levels:
 
     def _initialize(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         amp.initialize(list(models), list(optimizers), **self._options)
-        # There is no policy where amp is off.
+        # A session where amp is off has no policy.
         self._autocast = getattr(sessions.latest().policy, "autocast_type", None)
         self._optimizers = list(optimizers)
 

@@ -1,10 +1,33 @@
-"""What the reports have in common: tables as text, numbers, and names of types."""
+"""What the reports have in common: findings, tables as text, numbers, and names of types."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Sequence
 
 import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or that would pay.
+
+    Attributes:
+        kind: which rule found it, such as "stale" or "fused optimizer".
+        remedy: what to do.
+        where: the tensor; "" for a whole step.
+        found: what was measured, in words.
+        gain: how many times as fast a step gets by it; None if it is not about time.
+    """
+
+    kind: str
+    remedy: str
+    where: str = ""
+    found: str = ""
+    gain: float | None = None
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.found, self.remedy) if part)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
