@@ -201,6 +201,25 @@ def test_ranges_in_groups(kind):
             train(optimizer)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "RMSprop under amp"])
+def test_a_learning_rate_in_a_tensor_is_checked_at_each_step(kind):
+    rate = torch.tensor(0.1)
+    if kind in KINDS:
+        optimizer, wrong = make(kind, parameters(), lr=rate), (-1.0, nan, inf)
+    else:
+        model = nn.Linear(3, 2)
+        optimizer, wrong = torch.optim.RMSprop(model.parameters(), lr=rate), (nan,)
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    train(optimizer)
+    for value in wrong:
+        give_gradients(params_of(optimizer))
+        rate.fill_(value)
+        with refused(optimizer, "^Invalid learning rate: "):
+            optimizer.step()
+        rate.fill_(0.1)
+        train(optimizer)
+
+
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
 def test_keys_of_groups_are_free(cls):
     """But for the type of states, names that our options have are other people's there."""

@@ -17,7 +17,7 @@ _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
     Arguments:
         params, lr, betas, eps, weight_decay, amsgrad, {own}maximize: as in torch.
             Parameters may be float32, float16 or bfloat16, in any mixture. A float32 tensor `lr` on
-            the parameters' device is read there.
+            the parameters' device is read there: on a GPU no step checks whether it is NaN.
         bias_correction (in a parameter group only): False uses the moments as they are.
         foreach, fused, capturable: accepted and ignored, as the step is always fused;
             `differentiable` raises ValueError.

@@ -105,6 +105,15 @@ def check_range(hyper: Mapping[str, Any]) -> None:
             raise ValueError(f"Invalid {words}: {value}")
 
 
+def check_tensor_rate(rate: Any) -> None:
+    """Raise ValueError for a learning rate on the CPU out of its range, if `rate` is a tensor.
+
+    One on another device is not read, as that would wait for the device.
+    """
+    if isinstance(rate, Tensor) and rate.is_cpu:
+        check_range({"lr": rate.item()})
+
+
 class Component:
     """Base of the objects that work for one optimizer. They do not keep it alive."""
 
@@ -161,6 +170,8 @@ class Hypers(Component):
             sent = self._sent[i] if i < len(self._sent) else _Sent()
             is_sent = sent.rows == rows and not sent.may_change and sent.size == len(group)
             if is_sent and all(map(is_, values, sent.values)):
+                if sent.lr is not None:
+                    check_tensor_rate(sent.lr)
                 continue
             may_change = optimizer._has_options(group)
             check_hyper(algorithm, group)
@@ -192,6 +203,7 @@ class Hypers(Component):
         on_device = device is not None and lr.device == device and lr.dtype == torch.float32
         hyper["lr"] = 0.0 if on_device else float(lr)
         check_range(hyper)
+        check_tensor_rate(lr)
         if optimizer.seed:
             hyper["seed"] = float(optimizer.seed)
         if optimizer.ema_decay is not None:
