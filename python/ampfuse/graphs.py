@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from ampfuse.amp import scale_loss
 from ampfuse.amp import session as sessions
-from ampfuse.graph_batch import Batch
 from ampfuse.optim.captured import CapturedOptimizer
 from ampfuse.optim.fused import FusedOptimizer, is_fused
 from ampfuse.optim.options import RULES, check
@@ -221,7 +221,7 @@ class GraphedStep:
         self._session = sessions.enabled_of(optimizer)
         self._captured = CapturedOptimizer(optimizer)
         device = self._captured.device
-        self._batch = Batch(sample_batch)
+        self._batch = _Batch(sample_batch)
         both = nn.ModuleDict({"model": model})
         if isinstance(loss_fn, nn.Module):
             both["loss_fn"] = loss_fn
@@ -353,3 +353,55 @@ def _apply(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(inputs)
+
+
+class _Batch:
+    """The structure of a batch ``(inputs, *targets)`` with tensors as leaves."""
+
+    def __init__(self, sample: Sequence[Any]) -> None:
+        if not isinstance(sample, (tuple, list)) or not sample:
+            raise TypeError(f"sample_batch must be (inputs, *targets), got {type(sample).__name__}")
+        self._leaves, self._structure = _flat(tuple(sample))
+        for name, leaf in self._leaves.items():
+            if isinstance(leaf, Tensor):
+                self._leaves[name] = leaf.to("meta")
+            elif not isinstance(leaf, (type(None), bool, int, float, str)):
+                raise TypeError(f"{name} is a {type(leaf).__name__}; pass tensors")
+
+    def tensors_of(self, batch: tuple[Any, ...]) -> list[Tensor]:
+        """The tensors of `batch` in order. Raises ValueError unless it is like the sample."""
+        found, structure = _flat(batch)
+        if structure != self._structure:
+            others = sorted(found.keys() ^ self._leaves.keys())
+            raise ValueError(f"batch structure differs from the captured one in {others}")
+        for name, expected in self._leaves.items():
+            now, then = _describe(found[name]), _describe(expected)
+            if now != then:
+                raise ValueError(
+                    f"{name} is {now}, and the step was captured with {then}. A graph has one "
+                    "shape: use DataLoader(drop_last=True) or pad, or run such a batch through an "
+                    "eager step. Python numbers are constants of the graph: pass tensors for "
+                    "values that change."
+                )
+        return [leaf for leaf in found.values() if isinstance(leaf, Tensor)]
+
+    def filled_with(self, tensors: Sequence[Tensor]) -> Any:
+        """The sample with `tensors` in place of its own."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(x, Tensor) else x for x in self._leaves.values()]
+        return tree_unflatten(leaves, self._structure)
+
+
+def _flat(batch: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+    """The leaves of a batch, by names such as ``inputs['mask']``, and its structure."""
+    leaves, structure = tree_flatten_with_path(batch)
+    named = {}
+    for path, leaf in leaves:
+        first: Any = path[0]
+        argument = f"targets[{first.idx - 1}]" if first.idx else "inputs"
+        named[argument + keystr(path[1:])] = leaf
+    return named, structure
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
