@@ -55,9 +55,3 @@ def test_states_stand_under_the_keys_of_the_schema(name, storage):
     for stored in Stored.of(algorithm.name, states):
         assert stored.storage_in(state) == of
         assert {key: state[key].shape for key in of.keys(stored.name)} == stored.shapes(param, of)
-
-
-def test_every_algorithm_of_an_optimizer_has_a_class():
-    named = {cls._algorithm for cls in CLASSES}
-    with_hypers = {name for name, algorithm in ALGORITHMS.items() if algorithm.hypers}
-    assert with_hypers - {"lamb_update"} == named

@@ -802,18 +802,6 @@ def test_a_change_that_is_undone_is_forgotten(stand_in):
     assert_trains_alike(ours, step, twin, batches("cpu", 6))
 
 
-def test_marked_rows_agree(device):
-    """What the host does after a replay, whose writes it does not see."""
-    training = TRAININGS["O2"](device)
-    training.eager(*sample(device))
-    masters = [master.detach().clone() for master in amp.master_params(training.optimizer)]
-    with torch.no_grad():
-        training.model[0].weight.mul_(2)
-    training.optimizer._rows.table.plan.mark_stepped()
-    training.optimizer._rows.table.masters.refresh()
-    assert all(map(torch.equal, amp.master_params(training.optimizer), masters))
-
-
 # --- only a GPU -----------------------------------------------------------------------------------
 
 
@@ -838,30 +826,6 @@ def test_replays_do_not_wait(name):
             scheduler.step()
         assert not torch.cuda.current_stream().query(), "the host waited for the device"
     torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-def test_no_synchronisation_in_a_profile_of_replays():
-    device = torch.device("cuda")
-    training = TRAININGS["O2, clipping"](device)
-    step = training.graphed(sample(device))
-    feed = list(batches(device, 20))
-    step(*feed[0])
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    profile = torch.profiler.profile(activities=activities)
-    with profile, torch.profiler.record_function("replays"):
-        for batch in feed:
-            step(*batch)
-    (span,) = [e for e in profile.events() if e.name == "replays" and e.device_type.name == "CPU"]
-    names = [
-        event.name
-        for event in profile.events()
-        if span.time_range.start <= event.time_range.start <= span.time_range.end
-    ]
-    assert sum("GraphLaunch" in name for name in names) == len(feed)
-    waits = [name for name in names if "Synchronize" in name or name == "cudaMemcpy"]
-    assert not waits
 
 
 @pytest.mark.gpu
