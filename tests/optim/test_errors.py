@@ -164,7 +164,6 @@ def emptied():
 
 
 REFUSED = {
-    "norm": (lambda: optim.NovoGrad(model(), norm_type=1), "norm_type is 1; it must be 2, inf or"),
     "nesterov": (lambda: optim.SGD(model(), nesterov=True), "Nesterov"),
     "by place": (lambda: optim.SGD(model(), 0.1, 0.9, 0.0, 0.0, False, True), "positional"),
     "no parameters": (lambda: optim.AdamW([]), "empty parameter list"),
