@@ -54,7 +54,7 @@ class GraphedCall:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self._calls += 1
         if self._calls <= EAGER_CALLS:
-            return self._aside(lambda: self._call(*tensors))
+            return self._eagerly(*tensors)
         if self._graph is None:
             self.capture(*tensors)
         for static, tensor in zip(self._tensors, tensors, strict=True):
@@ -73,13 +73,13 @@ class GraphedCall:
         ):
             self._results = self._call(*self._tensors)
 
-    def _aside(self, call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """On the stream of the capture: autograd remembers which stream it ran on."""
+    def _eagerly(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Call on the stream of the capture: autograd remembers which stream it ran on."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            results = call()
+            results = self._call(*tensors)
         torch.cuda.current_stream().wait_stream(self._stream)
         return results
 
@@ -118,17 +118,15 @@ def make_graphed_step(
         optimizer.step()
 
     Making it does not train: it runs a few times on `sample_batch` with steps that are skipped, and
-    puts back what that touched (buffers such as BatchNorm's, the states of the random number
-    generators of the CPU and the device, loss scale and counters). Gradients are None afterwards,
-    and the optimizer's states exist, as they are before a first step. Make it after everything that
-    decides how to train: ``amp.initialize``, ``model.train()``, freezing,
-    loading a checkpoint onto other devices. An autocast region around this call holds for the
-    captured step.
+    restores what that changed (buffers such as BatchNorm's, random number generators, loss scale
+    and counters). Gradients are None afterwards, and the optimizer's states exist, as they are
+    before a first step. Make it after everything that decides how to train: ``amp.initialize``,
+    ``model.train()``, freezing, loading a checkpoint onto other devices. An autocast region around
+    this call holds for the captured step.
 
-    The numbers in ``param_groups`` (lr, weight decay, momentum, betas) are followed without a new
-    capture, whoever changes them. Overflows skip the step and adapt the scale on the
-    device. Weights that are edited in between, ``load_state_dict`` of model, optimizer and
-    amp, and eager steps in between are all seen. Nothing waits for the device.
+    Changes of lr, weight decay, momentum and betas in ``param_groups``, edits of weights,
+    ``load_state_dict`` of model, optimizer and amp, and eager steps in between take effect without
+    a new capture. Overflows skip the step and adapt the scale on the device. Nothing waits for it.
 
     Arguments:
         model: on one CUDA device, in the mode (train) it is captured in. Not in
@@ -149,9 +147,6 @@ def make_graphed_step(
             batch of another kind.
         ValueError: parameters that are not on a CUDA device.
         RuntimeError: amp logs every overflow (``verbosity=2``), for which the host has to wait.
-
-    Source: the semantics of ``torch.cuda.make_graphed_callables``'s whole-network alternative in
-    PyTorch's notes on CUDA graphs.
     """
     _check_alone(model)
     if not is_fused(optimizer):
@@ -290,8 +285,7 @@ class GraphedStep:
                 loss.backward()
         optimizer.clip_once = self._max_grad_norm
         optimizer.step()
-        # Left in place they would look like gradients of whichever step came last, and the next
-        # backward pass would add to memory that a replay overwrites.
+        # The next backward pass would add to memory that a replay overwrites.
         self._drop_gradients()
         return (loss.detach(),)
 

@@ -65,19 +65,6 @@ class Options(TypedDict, total=False):
     unscale_grads: bool
 
 
-class WithOptions:
-    """Mixin: the options as attributes, with their defaults."""
-
-    master_weights: bool | Literal["split"] = False
-    state_dtype: str = "fp32"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    seed: int = 0
-    ema_decay: float | None = None
-    max_grad_norm: float | None = None
-    skip_nonfinite: bool | None = None
-    unscale_grads: bool = True
-
-
 class Rule(NamedTuple):
     """What a value must be: `holds`, which may raise for a wrong type, and its description."""
 

@@ -217,7 +217,8 @@ class GenericOptimizer(AmpOptimizer):
 
 def _check_rates(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for a learning rate that is NaN, unless it is a tensor on another device."""
-    for rate in [group.get("lr") for group in optimizer.param_groups]:
+    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+    for rate in rates:
         is_known = isinstance(rate, float) or (isinstance(rate, Tensor) and rate.is_cpu)
         if is_known and math.isnan(rate):
             raise ValueError("Invalid learning rate: nan")
