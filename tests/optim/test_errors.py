@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import reference
-from ampfuse import _core, amp, optim
+from ampfuse import _core, optim
 from cases import KINDS, bf16, f16, f32, f64, make, set_grad, snapshot
 from stepping import give_gradients, parameters, params_of, refused, train, weights
 
@@ -91,14 +91,6 @@ def test_parameters_on_several_devices():
     table = _core.C.ParamTable("adam", torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"far is on meta.*one optimizer per device"):
         table.add_row(torch.ones(2, device="meta"), None, "far")
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_levels_on_the_meta_device(level):
-    net = torch.nn.Linear(3, 2, device="meta")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match=r"'weight' is on the meta device.*Materialize it"):
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
 
 
 @pytest.mark.parametrize("changed", ["shape", "strides"])
