@@ -1,7 +1,7 @@
 """Random calls of the extension, wrong ones among them: `table_fuzz.py EXTENSION CALLS`.
 
 Each call works or is an exception; whatever it does to memory, the address sanitizer sees. Run by
-test_arguments.py with an extension that is built for that. One thing is not done at random: nobody
+test_arguments.py with an extension that is built for that. One thing is not done at random: no call
 replaces the tensors of a row between `collect` and the step, which has their addresses.
 """
 
@@ -223,7 +223,7 @@ class Table(RuleBasedStateMachine):
         self.buffers = attempt(self.table.plan.new_meter, changed) or self.buffers
 
     def _step(self, call, found_inf, max_norm, inspect, skip, **meter):
-        # Never collected at all is refused; collected before tensors were replaced, nobody knows.
+        # A step without collect is refused; one after tensors were replaced may be undefined.
         options = {"found_inf": found_inf, "max_norm": max_norm, "inspect": inspect}
         attempt(call, skip_nonfinite=skip, **options, **meter)
 

@@ -96,7 +96,7 @@ OTHER_ORDERS = [
 
 
 def run_compiled(level, order, backend="aot_eager", mode=None, device="cpu", **options):
-    """What a training leaves behind; `order` is what is done to the model before."""
+    """The results of a training; `order` is what is done to the model before."""
     model, optimizer = build(device=device)
     run, how = model, {"backend": backend, "mode": mode, "fullgraph": True}
     for action in order:

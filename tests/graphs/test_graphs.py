@@ -102,7 +102,7 @@ class Graph:
         groups = [dict(group) for group in optimizer.param_groups]
         stepped = getattr(optimizer, "_opt_called", False)
         self._set(self.groups, self.on_device)
-        # Edits of weights are no business of a graph, and its own are behind the host's back.
+        # A graph does not see edits of weights, and the host does not see the graph's.
         optimizer._rows.table.masters.accept_model_weights()
         try:
             with torch.autograd._unsafe_preserve_version_counter(tuple(self.memory())):
@@ -382,7 +382,7 @@ def test_making_a_step_does_not_train(name, trained, machine):
 
 @pytest.mark.parametrize("name", ["O1", "O2", "O5", "adamw"])
 def test_eager_steps_in_between(name, machine):
-    """With gradients of their own, and some that nobody steps on."""
+    """With gradients of their own, and some that no step uses."""
     bad = () if name in STATIC else BAD
     ours, twin = twins(name, machine)
     schedulers = [one_cycle(training.optimizer) for training in (ours, twin)]
@@ -495,7 +495,7 @@ def test_a_step_made_again_goes_on(machine):
 
 @pytest.mark.parametrize("name", ["O0", "O2"])
 def test_a_replay_is_seen_by_autograd(name, machine):
-    """A graph writes behind the host's back, which torch notices by versions alone."""
+    """The host does not see what a graph writes; torch notices it by versions alone."""
     training = TRAININGS[name](machine)
     model, step = training.model, training.graphed(sample(machine))
     factor = torch.ones((), device=machine, requires_grad=True)
@@ -775,7 +775,7 @@ def test_a_change_that_is_undone_is_forgotten(stand_in):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", TRAININGS)
 def test_replays_do_not_wait(name):
-    """With a scheduler on the host, behind a device that is busy; batches on it or pinned."""
+    """With a scheduler on the host while the device is busy; batches on it or pinned."""
     device = torch.device("cuda")
     training = TRAININGS[name](device)
     scheduler = one_cycle(training.optimizer)

@@ -583,7 +583,7 @@ def resumable(name, saved=False):
 
 
 def save_and_go_on(folder):
-    """With torch.distributed.checkpoint; what the training comes to is saved beside it."""
+    """With torch.distributed.checkpoint; the end of the training is saved too."""
     for name in RESUMED:
         model, optimizer, scaler, dtype = resumable(name, saved=True)
         begun = 0 if name == "fresh" else 6
@@ -602,7 +602,7 @@ def resume(folder):
     """On as many ranks as there are; equal bits, where no block of codes ends with a shard."""
     for i, name in enumerate(RESUMED):
         model, optimizer, scaler, dtype = resumable(name)
-        if i % 2:  # somebody looked at it before
+        if i % 2:  # last_step was read before
             assert optimizer.last_step.skipped == 0
         weights, states = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}

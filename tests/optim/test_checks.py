@@ -65,7 +65,7 @@ def test_hyper_parameters_of_wrong_types(kind, name):
         with pytest.raises(ValueError, match=message):
             make(kind, parameters(), **{name: wrong})
         if name == "initial_accumulator_value":
-            continue  # nobody looks at that in a group
+            continue  # no step reads that from a group
         group = {"params": parameters(), name: wrong}
         with pytest.raises(ValueError, match=message):
             make(kind, [{"params": parameters()}, group])

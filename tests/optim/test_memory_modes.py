@@ -581,7 +581,7 @@ def test_swapping_averages_in_and_out(mode):
     with pytest.raises(RuntimeError, match="ema_decay="), without.swap_ema():
         pass
     without.load_state_dict(optimizer.state_dict())
-    train(without, [6])  # nobody keeps these up, so they are not saved again
+    train(without, [6])  # these are not updated, so they are not saved again
     assert not any("ema" in state for state in without.state_dict()["state"].values())
 
 

@@ -82,7 +82,7 @@ def test_orthogonalized_is_as_near_to_float64_as_torchs(shape, kind, dtype):
     matrix = matrix_of(kind, shape)
     batch = torch.stack([matrix, 3 * matrix]).to(f32 if dtype == f32 else bf16)
     wanted = in_float64(matrix, polynomials_of(JORDAN, 5))
-    # Of rank one, what is orthogonalized beside it is rounding errors.
+    # With rank one, rounding errors are orthogonalized too.
     factor = 2 if kind == "rank one" else 1.5
     found = orthogonalized(batch, polynomials_of(JORDAN, 5), 1e-7, 0.5, dtype)
     assert found.dtype == dtype
@@ -228,7 +228,7 @@ def test_both_kinds_are_clipped_by_one_norm_and_skipped_by_one_verdict():
         optimizer.step()
         assert optimizer.last_step.skipped == 1
         assert_same_bits(snapshot(optimizer), before)
-    # The skipped steps have left nothing behind.
+    # The skipped steps have left no trace.
     _, other = both_kinds(max_grad_norm=0.5)
     train(other, [0, 1])
     train(optimizer, [1])

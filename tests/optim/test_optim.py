@@ -271,7 +271,7 @@ BETWEEN = {
 }
 
 
-# Each set of states is in the quick tests; options beside it are not what these changes are about.
+# Each set of states is in the quick tests; these changes do not depend on other options.
 QUICK = (*KINDS, "sgd", "adamw-amsgrad")
 
 
@@ -424,7 +424,7 @@ def test_a_step_between_forward_and_backward_is_noticed():
 
 @pytest.mark.parametrize("size", [1, 7, 8, 17, 2049])
 def test_lamb_without_eps(size):
-    """Neither padding behind the last element nor an element without gradient divides 0 by 0."""
+    """Neither padding after the last element nor an element without gradient divides 0 by 0."""
     torch.manual_seed(size)
     start, grad = torch.randn(size), torch.randn(size)
     grad[size // 2 + 1 :: 3] = 0
@@ -514,7 +514,7 @@ def test_rows_that_are_made_anew_hold_none_of_those_before():
 
 
 class InCpp(torch.optim.SGD):
-    """Reads gradients as an extension does: beside the property that brings them up to date."""
+    """Reads gradients as an extension does: without the property that updates them."""
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -40,7 +40,7 @@ def upgrade(
 
     Arguments:
         master_weights: replace half parameters in ``param_groups`` by FP32 masters; ``"split"``,
-            for fused optimizers: keep them there, each with the rest of its master beside it.
+            for fused optimizers: keep them there, and the rest of each master in the state.
         names: parameter names for messages, by ``id`` of the parameter.
 
     Raises:
