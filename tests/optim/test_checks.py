@@ -16,16 +16,7 @@ from ampfuse import amp, optim
 from ampfuse.amp.policy import make_policy
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim.masters import MasterParameter
-from cases import (
-    CODED,
-    KINDS,
-    OPTIMIZERS,
-    TORCH_KINDS,
-    bf16,
-    f32,
-    make,
-    make_torch,
-)
+from cases import CODED, KINDS, OPTIMIZERS, TORCH_KINDS, bf16, f32, make, make_torch
 from stepping import give_gradients, params_of, refused, train
 
 ALL = [getattr(optim, kind) for kind in reference.RULES]

@@ -17,28 +17,16 @@ import torch
 from torch import nn
 
 import ampfuse
+import cases
 import stepping
 from ampfuse import amp, optim
 from ampfuse._schema import STORAGES
 from ampfuse.optim.masters import leaf_of
-from cases import (
-    CODED,
-    KINDS,
-    OPTIMIZERS,
-    assert_same,
-    bf16,
-    bits,
-    f16,
-    f32,
-    make,
-    same_bits,
-    short,
-    through_a_file,
-)
+from cases import CODED, KINDS, assert_same, bf16, bits, f16, f32, make, same_bits, through_a_file
 from stepping import copy_weights, params_of, train, weights
 from trainings import MAKERS, MODES, Net, fractions, groups, is_coded
 
-halves = pytest.mark.parametrize("dtype", [bf16, f16], ids=short)
+halves = pytest.mark.parametrize("dtype", [bf16, f16], ids=cases.short)
 PACKED = ("sgd-all", "adam-all", "adamw", "adamw-amsgrad", "adagrad-all", "lion-decay")
 SHAPES = ((4200,), (37, 130), (40, 8, 4, 4), (33,))
 inf, nan = torch.inf, torch.nan
@@ -680,7 +668,7 @@ def test_torchs_optimizers_go_on_with_the_states(name, mode):
     params = parameters(f32)
     optimizer = make(name, params, state_dtype=mode)
     train(optimizer, range(4))
-    kind, options = OPTIMIZERS[name]
+    kind, options = cases.OPTIMIZERS[name]
     other = getattr(torch.optim, kind)(copy.deepcopy(params), **options)
     saved = through_a_file(optimizer.torch_state_dict())
     other.load_state_dict(saved)

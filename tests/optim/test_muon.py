@@ -10,21 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ampfuse
+import cases
 from ampfuse import amp, optim
 from ampfuse._schema import STORAGES
 from ampfuse.optim import newton_schulz
 from ampfuse.optim.newton_schulz import JORDAN, orthogonalized, polynomials_of, product_dtype
-from cases import (
-    assert_same,
-    assert_same_bits,
-    bf16,
-    f16,
-    f32,
-    f64,
-    same_bits,
-    snapshot,
-    through_a_file,
-)
+from cases import assert_same, assert_same_bits, bf16, f16, f32, f64, same_bits, snapshot
 from stepping import copy_weights, give_gradients, parameters, params_of, train, weights
 
 SHAPES = ((16, 16), (8, 40), (40, 8), (1, 7), (7, 1), (3, 64), (72, 90))
@@ -262,7 +253,7 @@ def test_resume_has_the_bits_of_an_uninterrupted_run(mode):
     dtype = bf16 if mode else f32
     params, optimizer = both_kinds(dtype=dtype, ema_decay=0.9, **mode)
     train(optimizer, [0, 1])
-    saved = through_a_file({"optimizer": optimizer.state_dict(), "params": weights(params)})
+    saved = cases.through_a_file({"optimizer": optimizer.state_dict(), "params": weights(params)})
     train(optimizer, [2, 3])
     again, resumed = both_kinds(seed=7, dtype=dtype, ema_decay=0.9, **mode)
     copy_weights(saved["params"], again)

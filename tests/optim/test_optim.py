@@ -10,20 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+import cases
 from ampfuse import _core, optim
-from cases import (
-    KINDS,
-    OPTIMIZERS,
-    TORCH_KINDS,
-    assert_same_bits,
-    bf16,
-    f16,
-    f32,
-    make,
-    make_torch,
-    snapshot,
-    through_a_file,
-)
+from cases import KINDS, OPTIMIZERS, bf16, f16, f32, make, make_torch, snapshot, through_a_file
 from stepping import copy_weights, parameters, params_of, train
 
 SHAPES = ((5,), (3, 4), (2, 3, 2, 2), (), (1,), (3, 0))
@@ -100,7 +89,7 @@ def name(request):
 
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-torch_kinds = pytest.mark.parametrize("kind", TORCH_KINDS)
+torch_kinds = pytest.mark.parametrize("kind", cases.TORCH_KINDS)
 
 
 # --- state dicts ---------------------------------------------------------------------------------
@@ -140,7 +129,7 @@ def test_loading_without_masters_takes_them_from_the_model(kind, used):
     for each in (optimizer, expected):
         each.load_state_dict(plain.state_dict())
         train(each)
-    assert_same_bits(snapshot(optimizer), snapshot(expected))
+    cases.assert_same_bits(snapshot(optimizer), snapshot(expected))
     assert "master_param" in optimizer.state_dict()["state"][0]
 
 
