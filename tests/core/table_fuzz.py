@@ -13,12 +13,7 @@ from pathlib import Path
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 WIDTHS = (0, 1, 3, 15, 16, 17, 127, 128, 129, 4096, 65537)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

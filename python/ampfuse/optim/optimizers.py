@@ -63,9 +63,7 @@ _DOC = """{name} with a fused step: a drop-in for :class:`torch.optim.{name}`.
 
 class Adam(FusedOptimizer, torch.optim.Adam, algorithm="adam", replaces=torch.optim.Adam):
     __doc__ = _DOC.format(
-        name="Adam",
-        reference="Kingma and Ba, arXiv:1412.6980",
-        own="decoupled_weight_decay, ",
+        name="Adam", reference="Kingma and Ba, arXiv:1412.6980", own="decoupled_weight_decay, "
     )
 
     def __init__(

@@ -153,12 +153,7 @@ class Hypers(Component):
     def send(self, table: ParamTable) -> None:
         """Give the table what has changed. Raises ValueError for a wrong value."""
         optimizer = self.optimizer
-        options = [
-            optimizer.seed,
-            optimizer.ema_decay,
-            optimizer.state_dtype,
-            optimizer._layerwise,
-        ]
+        options = [optimizer.seed, optimizer.ema_decay, optimizer.state_dtype, optimizer._layerwise]
         if options != self._sent_with:
             self._sent, self._sent_with = [], options
         end = 0
