@@ -244,8 +244,8 @@ def update_group(optimizer, new):
     group.update(lr=group["lr"] * 0.5, weight_decay=0.03)
 
 
-# What users and wrappers do to an optimizer between two steps: layers are frozen by taking their
-# parameters out of the groups, momentum is restarted, state tensors are exchanged.
+# What users and wrappers do to an optimizer between two steps, for test_sequences.py: they take
+# parameters out of the groups to freeze layers, restart momentum, exchange state tensors.
 BETWEEN = {
     "add a group": lambda o, new: o.add_param_group({"params": [new], "lr": 1e-3}),
     "replace a parameter": lambda o, new: operator.setitem(o.param_groups[0]["params"], 1, new),
@@ -258,29 +258,6 @@ BETWEEN = {
     "replace the state": halve_states,
     "change hyper-parameters": update_group,
 }
-
-
-# Each set of states is in the quick tests; these changes do not depend on other options.
-QUICK = (*KINDS, "sgd", "adamw-amsgrad")
-
-
-@pytest.mark.parametrize("change", BETWEEN)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OPTIMIZERS]
-)
-def test_changes_between_steps(name, change):
-    pair = Pair(name)
-    pair.steps()
-    known = pair.params
-    new = torch.randn(SHAPES[1] if change.startswith("exchange") else (4, 4))
-    pair.both(lambda optimizer: BETWEEN[change](optimizer, nn.Parameter(new.clone())))
-    left = [p for p in known if all(p is not other for other in pair.params)]
-    before = [param.detach().clone() for param in left]
-    for param in left:
-        param.grad = torch.ones_like(param)
-    pair.steps()
-    pair.check()
-    assert all(torch.equal(p, value) for p, value in zip(left, before, strict=True))
 
 
 def test_a_state_of_another_shape_is_refused():
