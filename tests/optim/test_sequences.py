@@ -14,7 +14,9 @@ from stepping import parameters, params_of, weights
 from test_optim import BETWEEN, Pair
 
 SHAPES = [(5,), (3, 4), (), (1,), (0,), (2, 3, 2, 2), (17,)]
-NAMES = (*KINDS, "sgd", "sgd-dampening", "adam-decay", "adamw-amsgrad", "lamb-all", "lion-all")
+# A skipped first step makes states of zeros; those of "adagrad-all" start at another value.
+ALSO = {"adagrad-decay", "sgd", "sgd-dampening", "adam-decay", "adamw-amsgrad"}
+NAMES = sorted({*KINDS, *ALSO} - {"adagrad-all"})
 OF_ANY = ("add a group", "forget the state", "replace the state", "change hyper-parameters")
 rates = st.sampled_from([1e-3, 1e-2, 0.1])
 
