@@ -6,6 +6,7 @@ follow from here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ class Algorithm:
         filled_with: the argument of the constructor that fresh states are filled with.
         storages: names of the storage types that its states may have.
         uses_count: whether a step needs its number.
-        numbers: names of what it keeps of each parameter beside `states`.
+        numbers: names of the numbers that it keeps of each parameter, in addition to `states`.
         follows_norms: of tensors, by itself.
         has_scratch: its step has two stages, between which Python works on the memory that one
             leaves to the other.
@@ -104,6 +105,12 @@ class Algorithm:
     numbers: tuple[str, ...]
     follows_norms: bool
     has_scratch: bool
+
+    @functools.cached_property
+    def keys(self) -> list[str]:
+        """The keys of a parameter group that a step reads."""
+        keys = [*(hyper.key for hyper in self.hypers), self.last_state_if, "state_dtype"]
+        return [key for key in dict.fromkeys(keys) if key is not None]
 
     @property
     def starts_at_gradient(self) -> bool:

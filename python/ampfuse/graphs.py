@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from ampfuse.amp import scale_loss
 from ampfuse.amp import session as sessions
-from ampfuse.graph_batch import Batch
 from ampfuse.optim.captured import CapturedOptimizer
 from ampfuse.optim.fused import FusedOptimizer, is_fused
 from ampfuse.optim.options import RULES, check
@@ -54,7 +54,7 @@ class GraphedCall:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self._calls += 1
         if self._calls <= EAGER_CALLS:
-            return self._aside(lambda: self._call(*tensors))
+            return self._eagerly(*tensors)
         if self._graph is None:
             self.capture(*tensors)
         for static, tensor in zip(self._tensors, tensors, strict=True):
@@ -73,13 +73,13 @@ class GraphedCall:
         ):
             self._results = self._call(*self._tensors)
 
-    def _aside(self, call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """On the stream of the capture: autograd remembers which stream it ran on."""
+    def _eagerly(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Call on the stream of the capture: autograd remembers which stream it ran on."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            results = call()
+            results = self._call(*tensors)
         torch.cuda.current_stream().wait_stream(self._stream)
         return results
 
@@ -118,17 +118,15 @@ def make_graphed_step(
         optimizer.step()
 
     Making it does not train: it runs a few times on `sample_batch` with steps that are skipped, and
-    puts back what that touched (buffers such as BatchNorm's, the states of the random number
-    generators of the CPU and the device, loss scale and counters). Gradients are None afterwards,
-    and the optimizer's states exist, as they are before a first step. Make it after everything that
-    decides how to train: ``amp.initialize``, ``model.train()``, freezing,
-    loading a checkpoint onto other devices. An autocast region around this call holds for the
-    captured step.
+    restores what that changed (buffers such as BatchNorm's, random number generators, loss scale
+    and counters). Gradients are None afterwards, and the optimizer's states exist, as they are
+    before a first step. Make it after everything that decides how to train: ``amp.initialize``,
+    ``model.train()``, freezing, loading a checkpoint onto other devices. An autocast region around
+    this call holds for the captured step.
 
-    The numbers in ``param_groups`` (lr, weight decay, momentum, betas) are followed without a new
-    capture, whoever changes them. Overflows skip the step and adapt the scale on the
-    device. Weights that are edited in between, ``load_state_dict`` of model, optimizer and
-    amp, and eager steps in between are all seen. Nothing waits for the device.
+    Changes of lr, weight decay, momentum and betas in ``param_groups``, edits of weights,
+    ``load_state_dict`` of model, optimizer and amp, and eager steps in between take effect without
+    a new capture. Overflows skip the step and adapt the scale on the device. Nothing waits for it.
 
     Arguments:
         model: on one CUDA device, in the mode (train) it is captured in. Not in
@@ -149,9 +147,6 @@ def make_graphed_step(
             batch of another kind.
         ValueError: parameters that are not on a CUDA device.
         RuntimeError: amp logs every overflow (``verbosity=2``), for which the host has to wait.
-
-    Source: the semantics of ``torch.cuda.make_graphed_callables``'s whole-network alternative in
-    PyTorch's notes on CUDA graphs.
     """
     _check_alone(model)
     if not is_fused(optimizer):
@@ -221,7 +216,7 @@ class GraphedStep:
         self._session = sessions.enabled_of(optimizer)
         self._captured = CapturedOptimizer(optimizer)
         device = self._captured.device
-        self._batch = Batch(sample_batch)
+        self._batch = _Batch(sample_batch)
         both = nn.ModuleDict({"model": model})
         if isinstance(loss_fn, nn.Module):
             both["loss_fn"] = loss_fn
@@ -290,8 +285,7 @@ class GraphedStep:
                 loss.backward()
         optimizer.clip_once = self._max_grad_norm
         optimizer.step()
-        # Left in place they would look like gradients of whichever step came last, and the next
-        # backward pass would add to memory that a replay overwrites.
+        # The next backward pass would add to memory that a replay overwrites.
         self._drop_gradients()
         return (loss.detach(),)
 
@@ -353,3 +347,55 @@ def _apply(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(inputs)
+
+
+class _Batch:
+    """The structure of a batch ``(inputs, *targets)`` with tensors as leaves."""
+
+    def __init__(self, sample: Sequence[Any]) -> None:
+        if not isinstance(sample, (tuple, list)) or not sample:
+            raise TypeError(f"sample_batch must be (inputs, *targets), got {type(sample).__name__}")
+        self._leaves, self._structure = _flat(tuple(sample))
+        for name, leaf in self._leaves.items():
+            if isinstance(leaf, Tensor):
+                self._leaves[name] = leaf.to("meta")
+            elif not isinstance(leaf, (type(None), bool, int, float, str)):
+                raise TypeError(f"{name} is a {type(leaf).__name__}; pass tensors")
+
+    def tensors_of(self, batch: tuple[Any, ...]) -> list[Tensor]:
+        """The tensors of `batch` in order. Raises ValueError unless it is like the sample."""
+        found, structure = _flat(batch)
+        if structure != self._structure:
+            others = sorted(found.keys() ^ self._leaves.keys())
+            raise ValueError(f"batch structure differs from the captured one in {others}")
+        for name, expected in self._leaves.items():
+            now, then = _describe(found[name]), _describe(expected)
+            if now != then:
+                raise ValueError(
+                    f"{name} is {now}, and the step was captured with {then}. A graph has one "
+                    "shape: use DataLoader(drop_last=True) or pad, or run such a batch through an "
+                    "eager step. Python numbers are constants of the graph: pass tensors for "
+                    "values that change."
+                )
+        return [leaf for leaf in found.values() if isinstance(leaf, Tensor)]
+
+    def filled_with(self, tensors: Sequence[Tensor]) -> Any:
+        """The sample with `tensors` in place of its own."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(x, Tensor) else x for x in self._leaves.values()]
+        return tree_unflatten(leaves, self._structure)
+
+
+def _flat(batch: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+    """The leaves of a batch, by names such as ``inputs['mask']``, and its structure."""
+    leaves, structure = tree_flatten_with_path(batch)
+    named = {}
+    for path, leaf in leaves:
+        first: Any = path[0]
+        argument = f"targets[{first.idx - 1}]" if first.idx else "inputs"
+        named[argument + keystr(path[1:])] = leaf
+    return named, structure
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)

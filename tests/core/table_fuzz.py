@@ -1,7 +1,7 @@
 """Random calls of the extension, wrong ones among them: `table_fuzz.py EXTENSION CALLS`.
 
 Each call works or is an exception; whatever it does to memory, the address sanitizer sees. Run by
-test_arguments.py with an extension that is built for that. One thing is not done at random: nobody
+test_arguments.py with an extension that is built for that. One thing is not done at random: no call
 replaces the tensors of a row between `collect` and the step, which has their addresses.
 """
 
@@ -13,12 +13,7 @@ from pathlib import Path
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 WIDTHS = (0, 1, 3, 15, 16, 17, 127, 128, 129, 4096, 65537)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -223,7 +218,7 @@ class Table(RuleBasedStateMachine):
         self.buffers = attempt(self.table.plan.new_meter, changed) or self.buffers
 
     def _step(self, call, found_inf, max_norm, inspect, skip, **meter):
-        # Never collected at all is refused; collected before tensors were replaced, nobody knows.
+        # A step without collect is refused; one after tensors were replaced may be undefined.
         options = {"found_inf": found_inf, "max_norm": max_norm, "inspect": inspect}
         attempt(call, skip_nonfinite=skip, **options, **meter)
 

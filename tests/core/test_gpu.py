@@ -21,7 +21,7 @@ def step(params, optimizer, grads):
     optimizer.step()
 
 
-def beside(stream):
+def queued_on(stream):
     """Work of the block is queued on a stream of its own, of a GPU."""
     return torch.cuda.stream(stream) if stream else contextlib.nullcontext()
 
@@ -51,7 +51,7 @@ def test_steps_beside_a_competing_stream(device):
         for i in range(count):
             for stream, side in zip(streams, sides, strict=False):
                 params, optimizer, gradients, norms = side
-                with beside(stream):
+                with queued_on(stream):
                     step(params, optimizer, gradients[i % 3])
                     norms[i].copy_(optimizer.last_step.grad_norm)
         if on_gpu:

@@ -15,17 +15,7 @@ import torch
 import amp_c_calls as amp_c
 import bits
 from ampfuse import _core
-from cases import (
-    KINDS,
-    assert_same_bits,
-    bf16,
-    can_mix_dtypes,
-    f16,
-    f32,
-    make,
-    set_grad,
-    snapshot,
-)
+from cases import KINDS, assert_same_bits, bf16, can_mix_dtypes, f16, f32, make, set_grad, snapshot
 from conftest import emulated_module, nn_ops
 from programs import python
 

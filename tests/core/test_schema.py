@@ -52,12 +52,6 @@ def test_states_stand_under_the_keys_of_the_schema(name, storage):
     assert set(keys) == state.keys() - set(algorithm.numbers)
     held = sum(state[key].numel() * state[key].itemsize for key in keys)
     assert held == len(states) * of.nbytes(param.numel())
-    for stored in Stored.of(algorithm.name, states):
+    for stored in Stored.of(algorithm, optimizer.param_groups[0]):
         assert stored.storage_in(state) == of
         assert {key: state[key].shape for key in of.keys(stored.name)} == stored.shapes(param, of)
-
-
-def test_every_algorithm_of_an_optimizer_has_a_class():
-    named = {cls._algorithm for cls in CLASSES}
-    with_hypers = {name for name, algorithm in ALGORITHMS.items() if algorithm.hypers}
-    assert with_hypers - {"lamb_update"} == named

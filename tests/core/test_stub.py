@@ -20,27 +20,3 @@ def test_the_stub_is_not_stale():
         pytest.skip("the pybind11 of this torch writes types in other words")
     written = ast.dump(ast.parse(stub.STUB.read_text()))
     assert written == ast.dump(ast.parse(stub.stub(_core.C))), "run buildtools/stub.py"
-
-
-def documented():
-    """What the extension has, by name, and what it says of it beside a signature."""
-    for name, value in vars(_core.C).items():
-        if name.startswith("_") or not callable(value):
-            continue
-        if not isinstance(value, type):
-            yield name, value.__doc__.partition("\n")[2]
-            continue
-        yield name, value.__doc__
-        for member, of in vars(value).items():
-            if isinstance(of, property):
-                yield f"{name}.{member}", of.__doc__
-            elif (
-                callable(of)
-                and (of.__doc__ or "").startswith(f"{member}(self")
-                and member != "__len__"
-            ):
-                yield f"{name}.{member}", of.__doc__.partition("\n")[2]
-
-
-def test_everything_public_is_documented():
-    assert [name for name, text in documented() if not (text or "").strip()] == []

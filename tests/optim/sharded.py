@@ -23,11 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ampfuse
 from ampfuse import amp, optim
@@ -150,11 +146,8 @@ def groups_and_frozen_parameters():
     optimizers = []
     for params in both:
         params[2].requires_grad_(False)
-        groups = [
-            {"params": params[:2], "lr": 1e-2},
-            {"params": params[2:3]},
-            {"params": params[3:], "lr": 1e-3, "weight_decay": 0.3},
-        ]
+        first, last = {"params": params[:2], "lr": 1e-2}, {"params": params[3:], "lr": 1e-3}
+        groups = [first, {"params": params[2:3]}, {**last, "weight_decay": 0.3}]
         optimizers.append(make("adamw", groups, master_weights=True, skip_nonfinite=True))
     trained = [[*params[:2], params[3]] for params in both]
     for step in range(20):
@@ -206,12 +199,10 @@ def muon():
         both = params_in((bf16, f16) if options else (f32,), places)
         optimizers = []
         for params in both:
-            groups = [
-                {"params": [params[0], params[4]]},
-                {"params": [params[1], params[2]], "algorithm": "adamw"},
-                {"params": [params[3]], "ns_steps": 3},
-            ]
-            optimizers.append(optim.Muon(groups, lr=0.05, skip_nonfinite=True, **options))
+            by_muon = {"params": [params[0], params[4]]}, {"params": [params[3]], "ns_steps": 3}
+            by_adamw = {"params": [params[1], params[2]], "algorithm": "adamw"}
+            optimizer = optim.Muon([*by_muon, by_adamw], lr=0.05, skip_nonfinite=True, **options)
+            optimizers.append(optimizer)
         for step in range(FEWER // 5):
             step_alike(both, optimizers, step, skips=step == 1)
         assert_same(*optimizers)
@@ -279,12 +270,17 @@ def step_by_scaler(loss, optimizer, scaler, infinite):
     scaler.update()
 
 
-def train_nets(models, optimizers, dtype, overflow_at):
-    """By a GradScaler each."""
-    scalers = [ampfuse.GradScaler(DEVICE, init_scale=2.0**8) for _ in models]
-    for step in range(10):
-        for one in zip(losses(models, step, dtype), optimizers, scalers, strict=True):
-            step_by_scaler(*one, infinite=step == overflow_at)
+def train_on(model, optimizer, scaler, dtype, steps):
+    """By a GradScaler, with an overflow now and then."""
+    for step in steps:
+        infinite = scaler.is_enabled() and step % 6 == 4
+        step_by_scaler(*losses([model], step, dtype), optimizer, scaler, infinite)
+
+
+def train_nets(models, optimizers, dtype):
+    for model, optimizer in zip(models, optimizers, strict=True):
+        scaler = ampfuse.GradScaler(DEVICE, init_scale=2.0**8)
+        train_on(model, optimizer, scaler, dtype, range(10))
 
 
 def step_by_amp(loss, optimizer, infinite, max_norm=None):
@@ -306,7 +302,7 @@ def fsdp():
     ]:
         models = nets(dtype)
         optimizers = [make("adamw", model.parameters(), **options) for model in models]
-        train_nets(models, optimizers, dtype, overflow_at=7)
+        train_nets(models, optimizers, dtype)
         assert optimizers[1].last_step.overflow()["skipped_steps"] == 1
         if "rounding" not in options:
             assert_same(*optimizers)
@@ -544,7 +540,7 @@ def zero_redundancy():
         models = [nets(dtype)[0] for _ in range(2)]
         plain = optim.AdamW(models[0].parameters(), lr=1e-2, **options)
         redundant = ZeroRedundancyOptimizer(models[1].parameters(), optim.AdamW, lr=1e-2, **options)
-        train_nets(models, (plain, redundant), dtype, overflow_at=4)
+        train_nets(models, (plain, redundant), dtype)
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
             compare("the parameter", one.detach(), other.detach())
 
@@ -565,13 +561,7 @@ RESUMED = {
 OF_RESUMED = {"adagrad": "adagrad-all", "fresh": "sgd-dampening"}
 
 
-def _train_on(model, optimizer, scaler, dtype, steps):
-    for step in steps:
-        infinite = scaler.is_enabled() and step % 6 == 4
-        step_by_scaler(*losses([model], step, dtype), optimizer, scaler, infinite)
-
-
-def _resumable(name, saved=False):
+def resumable(name, saved=False):
     dtype, options = RESUMED[name]
     scaler = ampfuse.GradScaler(
         DEVICE, init_scale=2.0**8, growth_interval=5, enabled=not name.startswith("O5")
@@ -589,15 +579,15 @@ def _resumable(name, saved=False):
 
 
 def save_and_go_on(folder):
-    """With torch.distributed.checkpoint; what the training comes to is saved beside it."""
+    """With torch.distributed.checkpoint; the end of the training is saved too."""
     for name in RESUMED:
-        model, optimizer, scaler, dtype = _resumable(name, saved=True)
+        model, optimizer, scaler, dtype = resumable(name, saved=True)
         begun = 0 if name == "fresh" else 6
-        _train_on(model, optimizer, scaler, dtype, range(begun))
+        train_on(model, optimizer, scaler, dtype, range(begun))
         weights, states = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
         checkpoint.async_save(saved, checkpoint_id=f"{folder}/{name}").result()
-        _train_on(model, optimizer, scaler, dtype, range(begun, 12))
+        train_on(model, optimizer, scaler, dtype, range(begun, 12))
         ended = [full(param.detach()) for param in model.parameters()]
         if dist.get_rank() == 0:
             torch.save([ended, scaler.state_dict()], f"{folder}/{name}.pt")
@@ -607,8 +597,8 @@ def save_and_go_on(folder):
 def resume(folder):
     """On as many ranks as there are; equal bits, where no block of codes ends with a shard."""
     for i, name in enumerate(RESUMED):
-        model, optimizer, scaler, dtype = _resumable(name)
-        if i % 2:  # somebody looked at it before
+        model, optimizer, scaler, dtype = resumable(name)
+        if i % 2:  # last_step was read before
             assert optimizer.last_step.skipped == 0
         weights, states = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
@@ -617,7 +607,7 @@ def resume(folder):
             model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
         )
         scaler.load_state_dict(saved["scaler"])
-        _train_on(model, optimizer, scaler, dtype, range(0 if name == "fresh" else 6, 12))
+        train_on(model, optimizer, scaler, dtype, range(0 if name == "fresh" else 6, 12))
         expected, scale = torch.load(f"{folder}/{name}.pt")
         assert scaler.state_dict() == scale, name
         for one, param in zip(expected, model.parameters(), strict=True):

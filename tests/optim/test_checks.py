@@ -16,16 +16,7 @@ from ampfuse import amp, optim
 from ampfuse.amp.policy import make_policy
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim.masters import MasterParameter
-from cases import (
-    CODED,
-    KINDS,
-    OPTIMIZERS,
-    TORCH_KINDS,
-    bf16,
-    f32,
-    make,
-    make_torch,
-)
+from cases import CODED, KINDS, OPTIMIZERS, TORCH_KINDS, bf16, f32, make, make_torch
 from stepping import give_gradients, params_of, refused, train
 
 ALL = [getattr(optim, kind) for kind in reference.RULES]
@@ -65,7 +56,7 @@ def test_hyper_parameters_of_wrong_types(kind, name):
         with pytest.raises(ValueError, match=message):
             make(kind, parameters(), **{name: wrong})
         if name == "initial_accumulator_value":
-            continue  # nobody looks at that in a group
+            continue  # no step reads that from a group
         group = {"params": parameters(), name: wrong}
         with pytest.raises(ValueError, match=message):
             make(kind, [{"params": parameters()}, group])
@@ -177,19 +168,21 @@ RANGES = {
     "weight_decay": ("weight_decay value", (-1.0, nan)),
     "momentum": ("momentum value", (-0.5, nan)),
     "eps": ("epsilon value", (-1.0, nan)),
-    "betas": ("beta parameter at index 1", ((0.9, 1.0), (0.9, nan))),
+    "betas": ("beta parameter at index [01]", ((0.9, 1.0), (0.9, nan), (1.0, 0.9))),
     "lr_decay": ("lr_decay value", (-1.0, nan)),
     "dampening": ("dampening", (nan,)),
 }
 
 
 @every
-def test_ranges_in_groups(kind):
+def test_ranges(kind):
     optimizer = make(kind, parameters())
     for name in RANGES.keys() & optimizer.defaults.keys():
         words, values = RANGES[name]
         for value in values:
             message = f"^Invalid {words}: "
+            with pytest.raises(ValueError, match=message):
+                make(kind, parameters(), **{name: value})
             with refused(optimizer, message):
                 optimizer.add_param_group({"params": parameters(), name: value})
             right = optimizer.param_groups[0][name]
@@ -199,6 +192,25 @@ def test_ranges_in_groups(kind):
                 optimizer.step()
             optimizer.param_groups[0][name] = right
             train(optimizer)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "RMSprop under amp"])
+def test_a_learning_rate_in_a_tensor_is_checked_at_each_step(kind):
+    rate = torch.tensor(0.1)
+    if kind in KINDS:
+        optimizer, wrong = make(kind, parameters(), lr=rate), (-1.0, nan, inf)
+    else:
+        model = nn.Linear(3, 2)
+        optimizer, wrong = torch.optim.RMSprop(model.parameters(), lr=rate), (nan,)
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    train(optimizer)
+    for value in wrong:
+        give_gradients(params_of(optimizer))
+        rate.fill_(value)
+        with refused(optimizer, "^Invalid learning rate: "):
+            optimizer.step()
+        rate.fill_(0.1)
+        train(optimizer)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
@@ -318,7 +330,12 @@ def test_masters_that_the_constructor_was_told(level, own, given, kept):
 
 # --- states --------------------------------------------------------------------------------------
 
-HOW = ("alone", "masters", *CODED, "O5", "O5 split")
+
+def ways_of(kind):
+    """How an optimizer of the kind can keep its states."""
+    quantized = [] if kind in ("lamb", "novograd-decay") else CODED
+    under_amp = ("O5", "O5 split") if kind in TORCH_KINDS else ()
+    return ("alone", "masters", *quantized, *under_amp)
 
 
 def trained(kind, how, steps=2):
@@ -374,13 +391,8 @@ def damages(optimizer):
     yield saved, "doesn't match the size"
 
 
-@pytest.mark.parametrize("how", HOW)
-@every
+@pytest.mark.parametrize(("kind", "how"), [(kind, how) for kind in KINDS for how in ways_of(kind)])
 def test_damaged_states(kind, how):
-    if how.startswith("O5") and kind not in TORCH_KINDS:
-        how = "masters"
-    if how in CODED and kind in ("lamb", "novograd-decay"):
-        how = "alone"
     optimizer = trained(kind, how)
     found = list(damages(optimizer))
     assert len(found) >= 5

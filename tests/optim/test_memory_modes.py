@@ -7,7 +7,6 @@ test_same_bits.py, test_launches.py, test_meter.py, test_graphs.py.
 """
 
 import copy
-import functools
 import itertools
 import pickle
 import warnings
@@ -18,28 +17,16 @@ import torch
 from torch import nn
 
 import ampfuse
+import cases
 import stepping
 from ampfuse import amp, optim
 from ampfuse._schema import STORAGES
 from ampfuse.optim.masters import leaf_of
-from cases import (
-    CODED,
-    KINDS,
-    OPTIMIZERS,
-    assert_same,
-    bf16,
-    bits,
-    f16,
-    f32,
-    make,
-    same_bits,
-    short,
-    through_a_file,
-)
+from cases import CODED, KINDS, assert_same, bf16, bits, f16, f32, make, same_bits, through_a_file
 from stepping import copy_weights, params_of, train, weights
 from trainings import MAKERS, MODES, Net, fractions, groups, is_coded
 
-halves = pytest.mark.parametrize("dtype", [bf16, f16], ids=short)
+halves = pytest.mark.parametrize("dtype", [bf16, f16], ids=cases.short)
 PACKED = ("sgd-all", "adam-all", "adamw", "adamw-amsgrad", "adagrad-all", "lion-decay")
 SHAPES = ((4200,), (37, 130), (40, 8, 4, 4), (33,))
 inf, nan = torch.inf, torch.nan
@@ -176,39 +163,28 @@ def test_edits_are_followed(edit, dtype, mode, look):
 # --- under amp ------------------------------------------------------------------------------------
 
 
-def amp_training(level, name, driver, mode):
+def amp_training(level, name, mode):
     """Everything at once: losses, states and weights of each step. Gradients know no weights."""
     model = Net()
     for param in model.conv.requires_grad_(False).parameters():
         param.data = param.to(bf16).float()  # so that nothing is lost until it is trained
     first, last = groups(model)
-    optimizer, loss_scale = MAKERS[name]([first]), "dynamic" if driver == "scale_loss" else 1.0
-    options = {"num_losses": 2, "verbosity": 0, "loss_scale": loss_scale, "init_scale": 2.0**10}
+    optimizer = MAKERS[name]([first])
+    options = {"num_losses": 2, "verbosity": 0, "loss_scale": "dynamic", "init_scale": 2.0**10}
     amp.initialize(model, optimizer, opt_level=level, master_weights=mode, **options)
     rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.75)
-    scaler = ampfuse.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     for step in range(10):
         optimizer.zero_grad()
-        losses = [model.loss(7 * step), model.loss(7 * step + 3, infinite=step == 8)]
-        if driver == "scale_loss":
-            for i, loss in enumerate(losses):
-                delay = step == 3 and i == 0
-                with amp.scale_loss(loss, optimizer, loss_id=i, delay_unscale=delay) as scaled:
-                    scaled.backward()
-        else:
-            scaler.scale(sum(losses)).backward()
-            if step in (2, 3):
-                scaler.unscale_(optimizer)
+        for i in range(2):
+            loss = model.loss(7 * step + 3 * i, infinite=step == 8 and i == 1)
+            delay = step == 3 and i == 0
+            with amp.scale_loss(loss, optimizer, loss_id=i, delay_unscale=delay) as scaled:
+                scaled.backward()
         if step == 2:
             torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
         if step == 5:
-            clip = amp if driver == "scale_loss" else scaler
-            clip.clip_grad_norm_(optimizer, 0.25)
-        if driver == "scale_loss":
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+            amp.clip_grad_norm_(optimizer, 0.25)
+        optimizer.step()
         model.conv.requires_grad_(step >= 4)
         if step == 6:
             optimizer.add_param_group({**last, "lr": 2.0**-6})
@@ -218,27 +194,23 @@ def amp_training(level, name, driver, mode):
             optimizer.sync_masters_from_model()
             model.load_state_dict(new)
             names = {id(weight): name for name, weight in model.named_parameters()}
-            for param in (p for group in optimizer.param_groups for p in group["params"]):
+            for param in params_of(optimizer):
                 optimizer.restore_master(param, {}, new[names[id(leaf_of(param))]])
         rates.step()
         states = copy.deepcopy(optimizer.state_dict()["state"])
         # Of a parameter that was never trained only the split one has a master.
         states = {i: state for i, state in states.items() if state.keys() - {"master_param"}}
-        yield losses, states, weights(model.parameters())
+        yield states, weights(model.parameters())
 
 
-@pytest.mark.parametrize("driver", ["scale_loss", "scaler"])
-@pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim.AdamW", "lamb", "LARC(sgd)"])
+@pytest.mark.parametrize(
+    "name", ["torch.optim.SGD", "torch.optim.AdamW", "lamb", "LARC(torch.optim.SGD)"]
+)
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_under_amp(level, name, driver):
-    if name == "LARC(sgd)":
-        if driver == "scaler":
-            pytest.skip("a GradScaler does not drive LARC on whole masters")
-        name = "LARC(torch.optim.SGD)"
-    runs = (amp_training(level, name, driver, mode) for mode in ("split", True))
-    differ = 0
-    for (losses, states, split), (expected, others, whole) in zip(*runs, strict=True):
-        assert losses == expected or differ
+def test_under_amp(level, name):
+    """A GradScaler drives split masters above."""
+    runs = (amp_training(level, name, mode) for mode in ("split", True))
+    for (states, split), (others, whole) in zip(*runs, strict=True):
         assert_same(states, others)
         differ = sum(int((a != b).sum()) for a, b in zip(split, whole, strict=True))
         low = [bits(s["master_param"]) & 0xFFFF for s in others.values() if "master_param" in s]
@@ -437,11 +409,9 @@ def test_fp8_is_what_torch_calls_so():
     assert torch.equal(values[normal], exact[normal])
 
 
-@pytest.mark.parametrize("coded", CODED)
+@pytest.mark.parametrize("coded", [c for c in CODED if STORAGES[c].rounds_at_random])
 def test_moments_that_change_by_less_than_a_code(coded):
-    """What is rounded at random follows in the mean; what is not need not."""
-    if not STORAGES[coded].rounds_at_random:
-        pytest.skip("rounds to nearest")
+    """What is rounded at random follows in the mean."""
     param = nn.Parameter(torch.zeros(1 << 15))
     optimizer, exact = (optim.Adam([param], lr=0.0, state_dtype=of) for of in (coded, "fp32"))
     size = torch.rand(1 << 15) + 0.5
@@ -480,31 +450,6 @@ def test_a_gradient_whose_square_is_infinite(name, coded, device):
 
 
 WHOLE = {"whole": {"master_weights": True, "skip_nonfinite": True}}
-
-
-@functools.cache
-def loss_after_training(mode):
-    """And the variance of what is to be learned."""
-    torch.manual_seed(7)
-    teacher = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 1))
-    x = torch.randn(2048, 32)
-    target = (3 * teacher(x) + 0.3 * torch.randn(2048, 1)).detach()
-    model = nn.Sequential(nn.Linear(32, 136), nn.Tanh(), nn.Linear(136, 1)).to(bf16)
-    optimizer = optim.AdamW(model.parameters(), lr=2e-3, **(MODES | WHOLE)[mode])
-    for step in range(120):
-        part = slice(step % 4 * 512, step % 4 * 512 + 512)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x[part].to(bf16)).float(), target[part])
-        loss.backward()
-        optimizer.step()
-    return nn.functional.mse_loss(model.float()(x), target).item(), target.var().item()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_problem_is_learned_as_with_fp32_states(mode):
-    expected, variance = loss_after_training("whole")
-    assert expected < 0.4 * variance
-    assert loss_after_training(mode)[0] == pytest.approx(expected, rel=0.05)
 
 
 # --- stochastic rounding --------------------------------------------------------------------------
@@ -624,7 +569,7 @@ def test_swapping_averages_in_and_out(mode):
     with pytest.raises(RuntimeError, match="ema_decay="), without.swap_ema():
         pass
     without.load_state_dict(optimizer.state_dict())
-    train(without, [6])  # nobody keeps these up, so they are not saved again
+    train(without, [6])  # these are not updated, so they are not saved again
     assert not any("ema" in state for state in without.state_dict()["state"].values())
 
 
@@ -723,7 +668,7 @@ def test_torchs_optimizers_go_on_with_the_states(name, mode):
     params = parameters(f32)
     optimizer = make(name, params, state_dtype=mode)
     train(optimizer, range(4))
-    kind, options = OPTIMIZERS[name]
+    kind, options = cases.OPTIMIZERS[name]
     other = getattr(torch.optim, kind)(copy.deepcopy(params), **options)
     saved = through_a_file(optimizer.torch_state_dict())
     other.load_state_dict(saved)
@@ -775,16 +720,6 @@ def test_a_groups_choice_stays_its_own():
 
 
 # --- errors ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["LAMB", "NovoGrad"])
-def test_whose_states_are_no_codes(kind):
-    params, message = parameters(f32), f"{kind} does not support.*in 8 bits.*; use 'fp32' or 'bf16'"
-    optimizer = getattr(optim, kind)(params[:2])
-    for wrong, told in (("8bit", message), ("4bit", "state_dtype is '4bit'")):
-        with pytest.raises(ValueError, match=told):
-            optimizer.add_param_group({"params": params[2:], "state_dtype": wrong})
-        assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("where", ["optimizer", "group"])

@@ -139,7 +139,7 @@ def test_the_report_names_parameter_kind_and_number_of_skipped_steps(bad, kind, 
 
 
 def test_the_report_names_the_first_of_several(device):
-    """By its place where nobody has named it."""
+    """By its place if it has no name."""
     held = params(f32, device)
     groups = [{"params": held[:1]}, {"params": held[1:]}]
     optimizer = make("sgd-all", groups, skip_nonfinite=True)

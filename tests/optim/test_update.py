@@ -8,20 +8,10 @@ import copy
 import pytest
 import torch
 
+import cases
 import reference
 from ampfuse import optim
-from cases import (
-    DTYPES,
-    OPTIMIZERS,
-    bf16,
-    can_mix_dtypes,
-    f16,
-    f32,
-    f64,
-    make,
-    make_torch,
-    set_grad,
-)
+from cases import DTYPES, OPTIMIZERS, bf16, f16, f32, f64, make, make_torch, set_grad
 from stepping import give_gradients, parameters
 
 STEPS = 200
@@ -107,7 +97,7 @@ def test_fp32_steps_are_as_accurate_as_torchs(name):
     run.check()
 
 
-MIXTURES = DTYPES if can_mix_dtypes() else [(dtype, dtype) for dtype in (f32, f16, bf16)]
+MIXTURES = DTYPES if cases.can_mix_dtypes() else [(dtype, dtype) for dtype in (f32, f16, bf16)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

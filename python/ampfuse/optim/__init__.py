@@ -5,18 +5,13 @@ They take ``torch.optim``'s arguments, keep its state keys and load its state di
     optimizer = ampfuse.optim.AdamW(model.parameters(), lr=1e-3, master_weights=True)
 """
 
-from ampfuse.optim.adagrad import Adagrad
-from ampfuse.optim.adam import Adam, AdamW
 from ampfuse.optim.base import AmpOptimizer
-from ampfuse.optim.lamb import LAMB
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.last_step import LastStep
-from ampfuse.optim.lion import Lion
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.muon import Muon, muon_groups
-from ampfuse.optim.novograd import NovoGrad
+from ampfuse.optim.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion, NovoGrad
 from ampfuse.optim.options import Options
-from ampfuse.optim.sgd import SGD
 from ampfuse.optim.upgrade import upgrade
 
 __all__ = [

@@ -56,7 +56,7 @@ def _decode(
 ) -> None:
     """Convert the states of `param` to float32; `with_blocks_only`: those that have scales."""
     with on_shards(state, param) as shards:
-        for stored in Stored.of(algorithm.name, algorithm.states):
+        for stored in Stored.of(algorithm):
             storage = stored.storage_in(shards)
             if storage not in (None, FP32) and (storage.block or not with_blocks_only):
                 stored.put(shards, stored.values(shards), FP32)
@@ -179,12 +179,11 @@ def _check_state(
         for key in state.keys() & {*algorithm.numbers}:
             check(f"{key} for {name}", state[key], COUNT)
         needed += algorithm.numbers * algorithm.uses_count
-        for stored in Stored.of(algorithm.name, algorithm.states_in(group)):
+        for stored in Stored.of(algorithm, group):
             storage = stored.storage_in(state, storage_for(optimizer.state_dtype, param))
             shapes |= stored.shapes(param, storage or FP32)
             if storage is not None or not algorithm.starts_at_gradient:
-                keys = (storage or FP32).keys(stored.name)
-                needed += keys
+                needed += (storage or FP32).keys(stored.name)
     for key, shape in shapes.items():
         _check_shape(key, state.get(key), shape, name)
     if not state.keys() <= {*MASTERS, "ema"}:
@@ -192,8 +191,7 @@ def _check_state(
 
 
 def _keys_of(algorithm: Algorithm) -> set[str]:
-    stored = Stored.of(algorithm.name, algorithm.states)
-    return {*algorithm.numbers, *(key for each in stored for key in each.keys)}
+    return {*algorithm.numbers, *(key for each in Stored.of(algorithm) for key in each.keys)}
 
 
 def _check_is_own(optimizer: Any, algorithm: Algorithm, state: dict[str, Any], name: str) -> None:

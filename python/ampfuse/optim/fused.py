@@ -342,11 +342,9 @@ def algorithm_of(
 
     With `group`, the kernel for its parameters.
     """
-    cls = type(optimizer)
     if isinstance(optimizer, FusedOptimizer):
         if optimizer._has_own_step:
             return None
-        if group is not None:
-            return optimizer.algorithm_in(group)
-    fused = cls if issubclass(cls, FusedOptimizer) else FUSED.get(cls)
+        return optimizer.algorithm if group is None else optimizer.algorithm_in(group)
+    fused = FUSED.get(type(optimizer))
     return ALGORITHMS[fused._algorithm] if fused else None

@@ -18,7 +18,6 @@ from ampfuse import _core
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.masters import MasterParameter, leaf_of
-from ampfuse.optim.options import WithOptions
 from ampfuse.optim.param_groups import parameters
 from ampfuse.optim.rows import Rows
 from ampfuse.optim.sharding import local, placed_as
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from ampfuse._C import ParamTable
 
 
-class WithGradients(WithOptions, Optimizer):
+class WithGradients(Optimizer):
     """An optimizer that takes in backward passes whose gradients carry a loss scale.
 
     Attributes:
@@ -35,6 +34,16 @@ class WithGradients(WithOptions, Optimizer):
     """
 
     in_backward = False
+
+    # The options, with their defaults; see Options.
+    master_weights: bool | Literal["split"] = False
+    state_dtype: str = "fp32"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    seed: int = 0
+    ema_decay: float | None = None
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool | None = None
+    unscale_grads: bool = True
 
     _under_amp: bool = False
     # ampfuse.GradScaler runs the step; torch's does not see masters.

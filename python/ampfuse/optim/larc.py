@@ -133,21 +133,11 @@ class LARC(torch.optim.Optimizer):
 
 @dataclasses.dataclass(frozen=True)
 class Layerwise:
-    """LARC's settings, for the wrapped optimizer."""
+    """LARC's settings, by their names in the kernels."""
 
     trust_coefficient: float
-    clip: bool
-    eps: float
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        """For ``ParamTable.set_hyper``."""
-        return {
-            "layerwise": True,
-            "clipped_ratio": self.clip,
-            "trust_coefficient": self.trust_coefficient,
-            "trust_eps": self.eps,
-        }
+    clipped_ratio: bool
+    trust_eps: float
 
     @contextlib.contextmanager
     def rescaled(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -180,6 +170,5 @@ class Layerwise:
             grads, params = zip(*pairs, strict=True)
             tensor = lr.to(device, torch.float32) if isinstance(lr, Tensor) else None
             number = 0.0 if tensor is not None else float(lr)
-            _core.C.layerwise(
-                grads, params, number, tensor, decay, self.trust_coefficient, self.eps, self.clip
-            )
+            rule = self.trust_coefficient, self.trust_eps, self.clipped_ratio
+            _core.C.layerwise(grads, params, number, tensor, decay, *rule)

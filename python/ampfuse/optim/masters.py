@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -162,8 +163,6 @@ class MasterParameter(_LazyGradParameter):
             unscale_on_access(self.model_param, optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterParameter:
-        import copy
-
         if id(self) not in memo:
             model_param = copy.deepcopy(self.model_param, memo)
             grad = self.grad

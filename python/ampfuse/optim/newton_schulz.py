@@ -77,31 +77,28 @@ def _float32_cost() -> float:
     return 2.5 if cpu_has_bf16() else 1.0
 
 
-def operations(
-    m: int, n: int, steps: int, dtype: torch.dtype, by_gram: bool | None = None
-) -> float:
+def operations(m: int, n: int, steps: int, dtype: torch.dtype) -> float:
     """The multiplications and additions in the products of `steps` on an m x n matrix, m <= n.
 
     With products in BF16, those in FP32 count as many as BF16 would do in their time.
-
-    Arguments:
-        by_gram: work on the Gram matrix alone; None: whichever is cheaper.
     """
-    square, wide = 2.0 * m**3, 2.0 * m**2 * n
-    if by_gram is None:
-        return min(operations(m, n, steps, dtype, way) for way in (False, True))
-    if not by_gram:
-        return steps * (square + 2 * wide)
-    cost = _float32_cost() if dtype == torch.bfloat16 else 1.0
-    restarts = int(dtype == torch.float16 and steps > _RESTART)
-    grams = 1 + restarts
-    return cost * ((4 * steps - 3 * grams) * square + grams * wide) + grams * wide
+    return min(_of_gram(m, n, steps, dtype), _of_direct(m, n, steps))
 
 
 def takes_gram(m: int, n: int, steps: int, dtype: torch.dtype) -> bool:
     """Whether `steps` on m x n matrices, m <= n, are faster on their Gram matrices alone."""
-    by_gram, directly = (operations(m, n, steps, dtype, way) for way in (True, False))
-    return by_gram < directly
+    return _of_gram(m, n, steps, dtype) < _of_direct(m, n, steps)
+
+
+def _of_direct(m: int, n: int, steps: int) -> float:
+    return steps * (2.0 * m**3 + 4.0 * m**2 * n)
+
+
+def _of_gram(m: int, n: int, steps: int, dtype: torch.dtype) -> float:
+    cost = _float32_cost() if dtype == torch.bfloat16 else 1.0
+    grams = 2 if dtype == torch.float16 and steps > _RESTART else 1
+    square, wide = 2.0 * m**3, 2.0 * m**2 * n
+    return cost * ((4 * steps - 3 * grams) * square + grams * wide) + grams * wide
 
 
 def orthogonalized(

@@ -41,7 +41,7 @@ class Options(TypedDict, total=False):
             (p - avg)`` after each step, in FP32 (``state[p]["ema"]``); see ``swap_ema``.
         max_grad_norm: clip all gradients to this L2 norm inside the step, as
             ``torch.nn.utils.clip_grad_norm_``; a non-finite gradient then skips the step.
-        skip_nonfinite: skip the step if a gradient holds inf or NaN: nothing changes then, and a
+        skip_nonfinite: skip the step if a gradient holds inf or NaN: nothing changes then, and
             the logger "ampfuse.optim" warns. Unless the step inspects the gradients anyway, this
             reads them once more. None, the default, is True, but False under amp at O0 to O3.
             A GradScaler, dynamic loss scaling and clipping skip in any case.
@@ -63,19 +63,6 @@ class Options(TypedDict, total=False):
     max_grad_norm: float | None
     skip_nonfinite: bool | None
     unscale_grads: bool
-
-
-class WithOptions:
-    """Mixin: the options as attributes, with their defaults."""
-
-    master_weights: bool | Literal["split"] = False
-    state_dtype: str = "fp32"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    seed: int = 0
-    ema_decay: float | None = None
-    max_grad_norm: float | None = None
-    skip_nonfinite: bool | None = None
-    unscale_grads: bool = True
 
 
 class Rule(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,6 +106,15 @@ def check_range(hyper: Mapping[str, Any]) -> None:
             raise ValueError(f"Invalid {words}: {value}")
 
 
+def check_tensor_rate(rate: Any) -> None:
+    """Raise ValueError for a learning rate on the CPU out of its range, if `rate` is a tensor.
+
+    One on another device is not read, as that would wait for the device.
+    """
+    if isinstance(rate, Tensor) and rate.is_cpu:
+        check_range({"lr": rate.item()})
+
+
 class Component:
     """Base of the objects that work for one optimizer. They do not keep it alive."""
 
@@ -133,7 +143,6 @@ class Hypers(Component):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
-        self._keys: dict[str, list[str]] = {}  # that a step reads, by algorithm
         self._sent: list[_Sent] = []
         self._sent_with: list[Any] = []  # options of the optimizer
 
@@ -144,12 +153,7 @@ class Hypers(Component):
     def send(self, table: ParamTable) -> None:
         """Give the table what has changed. Raises ValueError for a wrong value."""
         optimizer = self.optimizer
-        options = [
-            optimizer.seed,
-            optimizer.ema_decay,
-            optimizer.state_dtype,
-            optimizer._layerwise,
-        ]
+        options = [optimizer.seed, optimizer.ema_decay, optimizer.state_dtype, optimizer._layerwise]
         if options != self._sent_with:
             self._sent, self._sent_with = [], options
         end = 0
@@ -157,10 +161,12 @@ class Hypers(Component):
             begin, end = end, end + len(group["params"])
             rows = begin, end
             algorithm = optimizer.algorithm_in(group)
-            values = list(map(group.get, self._keys_of(algorithm)))
+            values = list(map(group.get, algorithm.keys))
             sent = self._sent[i] if i < len(self._sent) else _Sent()
             is_sent = sent.rows == rows and not sent.may_change and sent.size == len(group)
             if is_sent and all(map(is_, values, sent.values)):
+                if sent.lr is not None:
+                    check_tensor_rate(sent.lr)
                 continue
             may_change = optimizer._has_options(group)
             check_hyper(algorithm, group)
@@ -171,14 +177,6 @@ class Hypers(Component):
                 table.set_hyper(begin, end, lr, hyper, on_device[i] if on_device else {})
             may_change |= any(value is not lr and not _is_constant(value) for value in values)
             self._sent[i : i + 1] = [_Sent(rows, len(group), values, may_change, lr, hyper)]
-
-    def _keys_of(self, algorithm: Algorithm) -> list[str]:
-        """The keys that a step reads from a group of `algorithm`."""
-        if algorithm.name not in self._keys:
-            wanted = [*(hyper.key for hyper in algorithm.hypers), algorithm.last_state_if]
-            keys = dict.fromkeys([*wanted, "state_dtype"])
-            self._keys[algorithm.name] = [key for key in keys if key is not None]
-        return self._keys[algorithm.name]
 
     def of(self, group: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
         """The learning rate, if the kernel reads it from a tensor on the device, and the others.
@@ -192,12 +190,13 @@ class Hypers(Component):
         on_device = device is not None and lr.device == device and lr.dtype == torch.float32
         hyper["lr"] = 0.0 if on_device else float(lr)
         check_range(hyper)
+        check_tensor_rate(lr)
         if optimizer.seed:
             hyper["seed"] = float(optimizer.seed)
         if optimizer.ema_decay is not None:
             hyper["ema_decay"] = float(optimizer.ema_decay)
         if optimizer._layerwise is not None:
-            hyper.update(optimizer._layerwise.hyper)
+            hyper.update(dataclasses.asdict(optimizer._layerwise), layerwise=True)
         return (lr if on_device else None), hyper
 
 

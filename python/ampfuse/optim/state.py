@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse._schema import ALGORITHMS, STORAGES, Storage
+from ampfuse._schema import STORAGES, Algorithm, Storage
 from ampfuse.optim.masters import MASTERS, exact_float32, has_begun
 from ampfuse.optim.options import RULES, changed_too_late, check
 from ampfuse.optim.param_groups import Component, parameters
@@ -46,10 +46,10 @@ class Stored:
     name: str
 
     @classmethod
-    def of(cls, algorithm: str, names: tuple[str, ...]) -> tuple[Stored, ...]:
-        """The states of `algorithm` with these names."""
-        states = ALGORITHMS[algorithm].states
-        return tuple(cls(algorithm, states.index(name), name) for name in names)
+    def of(cls, algorithm: Algorithm, group: dict[str, Any] | None = None) -> tuple[Stored, ...]:
+        """The states of `algorithm`, or those that a parameter of `group` has."""
+        names = algorithm.states if group is None else algorithm.states_in(group)
+        return tuple(cls(algorithm.name, place, name) for place, name in enumerate(names))
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -173,11 +173,6 @@ class States(Component):
     def _table(self) -> ParamTable:
         return self.optimizer._rows.known()
 
-    def of_group(self, group: dict[str, Any]) -> tuple[Stored, ...]:
-        """The states that a parameter of `group` has."""
-        algorithm = self.optimizer.algorithm_in(group)
-        return Stored.of(algorithm.name, algorithm.states_in(group))
-
     def storage_of(self, group: dict[str, Any]) -> str:
         """The name of the storage type that `group` asks for. Raises ValueError for a wrong one."""
         optimizer = self.optimizer
@@ -280,7 +275,7 @@ class States(Component):
         param, group = table.param(row), rows.group_of(row)
         storage = storage_for(self.storage_of(group), rows.params[row])
         states = []
-        for stored in self.of_group(group):
+        for stored in Stored.of(self.optimizer.algorithm_in(group), group):
             found = [value for key in stored.keys if (value := state.get(key)) is not None]
             if found and found[0].shape != param.shape:
                 raise ValueError(
@@ -364,8 +359,7 @@ class States(Component):
     @property
     def _start(self) -> Stored:
         """The state whose first value is the first gradient."""
-        (stored,) = Stored.of(self.algorithm.name, self.algorithm.states[-1:])
-        return stored
+        return Stored.of(self.algorithm)[-1]
 
     def discard_uninitialized(self) -> None:
         """Write None for states whose first step was skipped, as torch has them."""

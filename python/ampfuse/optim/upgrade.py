@@ -40,7 +40,7 @@ def upgrade(
 
     Arguments:
         master_weights: replace half parameters in ``param_groups`` by FP32 masters; ``"split"``,
-            for fused optimizers: keep them there, each with the rest of its master beside it.
+            for fused optimizers: keep them there, and the rest of each master in the state.
         names: parameter names for messages, by ``id`` of the parameter.
 
     Raises:
@@ -142,9 +142,7 @@ class GenericOptimizer(AmpOptimizer):
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         if is_empty(self):
             return step(self, *args, **kwargs)
-        rates = (group.get("lr") for group in self.param_groups)
-        if any(isinstance(rate, float) and math.isnan(rate) for rate in rates):
-            raise ValueError("Invalid learning rate: nan")
+        _check_rates(self)
         table = self.param_table()
         scale = self.__dict__.get("grad_scale")
         if scale is not None:
@@ -215,6 +213,15 @@ class GenericOptimizer(AmpOptimizer):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new, (self._original_class,), self.__getstate__()
+
+
+def _check_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a learning rate that is NaN, unless it is a tensor on another device."""
+    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+    for rate in rates:
+        is_known = isinstance(rate, float) or (isinstance(rate, Tensor) and rate.is_cpu)
+        if is_known and math.isnan(rate):
+            raise ValueError("Invalid learning rate: nan")
 
 
 _FROM_SCALER = ("grad_scale", "found_inf")
