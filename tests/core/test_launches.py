@@ -157,3 +157,39 @@ def test_a_batch_norm(training, launches):
     forward = launches(lambda: results.append(act(x, residual, weight, bias, *rest)))
     assert forward == (3 if training else 1)
     assert launches((results[0] * 2).sum().backward) == 3
+
+
+def test_an_iteration_calls_the_extension_eight_times(monkeypatch):
+    """zero_grad: 2; scale_loss: 2 at its start, 1 at its end, 1 for the scale; step: 2."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+    def iterate():
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(2, 3)).sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+
+    for _ in range(3):
+        iterate()
+    calls = []
+
+    def count(owner, name):
+        function = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    classes = [kind for kind in vars(_core.C).values() if isinstance(kind, type)]
+    for owner in (_core.C, *classes):
+        for name, function in list(vars(owner).items()):
+            if callable(function) and not isinstance(function, type) and name[0] != "_":
+                count(owner, name)
+    iterate()
+    step = ["collect", "update"]
+    scale_loss = ["matches", "begin_backward", "end_backward", "update_scale"]
+    assert calls == ["matches", "zero_grad", *scale_loss, *step]

@@ -711,7 +711,7 @@ def test_a_groups_choice_stays_its_own():
     plain = optim.AdamW(split)
     for each in (optimizer, plain, optimizer):
         train(each, range(2))
-        packed = ["exp_avg_codes" in each.state[param] for param in params]
+        packed = ["exp_avg_8bit" in each.state[param] for param in params]
         assert packed == [each is optimizer] * 2 + [False] * 2
         assert ("state_dtype" in each.param_groups[1]) == (each is optimizer)
         with warnings.catch_warnings():

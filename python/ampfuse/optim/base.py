@@ -160,7 +160,7 @@ class AmpOptimizer(WithGradients):
 
         Every mode loads the state dicts of every other: a split master is saved as the whole FP32
         master (4 bytes per parameter while the dict lives), a BF16 state under its name, and an
-        8-bit state as ``<name>_codes`` (the suffix is its type's) and ``<name>_scale``.
+        8-bit state as ``<name>_8bit`` (the suffix is its type's) and ``<name>_scale``.
         torch.distributed.checkpoint gets 8-bit states in float32, and every state from the
         beginning: with zeros and counts of 0 before the first gradient.
         """

@@ -181,7 +181,7 @@ class WithGradients(Optimizer):
         """
         rows = self._rows
         table = rows.current()
-        found_inf = table.inspector.state_field("found_inf")
+        found_inf = rows.found_inf
         if self._under_amp and table.masters.exist():  # half gradients are unscaled when read
             table.gradients.end_backward(scale, True)
         else:
@@ -194,7 +194,7 @@ class WithGradients(Optimizer):
     @property
     def found_inf_flag(self) -> Tensor:
         """float32, 0-dim, on the device: 1 if a gradient since the last step was not finite."""
-        return self.param_table().inspector.state_field("found_inf")
+        return self._flags().found_inf
 
     @property
     def pass_found_inf_flag(self) -> Tensor:
@@ -202,7 +202,12 @@ class WithGradients(Optimizer):
 
         Passes with ``delay_unscale`` before it count as part of it: they were not inspected then.
         """
-        return self.param_table().inspector.state_field("pass_found_inf")
+        return self._flags().pass_found_inf
+
+    def _flags(self) -> Rows:
+        if self._rows.table is None:
+            self._rows.current()
+        return self._rows
 
     @dynamo_disable
     @torch.no_grad()

@@ -37,6 +37,7 @@ class Rows(Component):
 
     Attributes:
         table, plan: None until they are used, and after the parameters were replaced.
+        found_inf, pass_found_inf: flags of the table, float32, 0-dim, on its device.
         params: the parameter of each row.
         names: names of parameters for messages, by their ids, where they are known.
         has_shards, ranks: whether some parameter is a DTensor, and the processes that share them.
@@ -46,6 +47,7 @@ class Rows(Component):
         super().__init__(optimizer)
         self.table: ParamTable | None = None
         self.plan: Any = None  # a StepPlan; asking the table for it takes 0.4 us
+        self.found_inf = self.pass_found_inf = torch.empty(0)
         self.params: list[Tensor] = []
         self.names: dict[int, str] = {}
         self.has_shards = False
@@ -86,6 +88,8 @@ class Rows(Component):
                 raise RuntimeError("the optimizer has no parameters; add a parameter group first")
             table = _core.C.ParamTable(optimizer._algorithm, params[0].device)
             self.table, self.plan, self.params = table, table.plan, []
+            field = table.inspector.state_field
+            self.found_inf, self.pass_found_inf = field("found_inf"), field("pass_found_inf")
         optimizer._rows_are_added()
         for i in range(len(self.params), len(params)):
             self._add_row(table, i, params[i], names[i])

@@ -37,7 +37,7 @@ class Stored:
     """A state of an algorithm, by its place in the kernel's order, in any storage type.
 
     It is one tensor under its name. Quantized it is two: uint8 of the parameter's shape under the
-    name and the type's suffix (``<name>_codes``), so that code that looks for the name does not
+    name and the type's suffix (``<name>_8bit``), so that code that looks for the name does not
     take quantized values for the state, and ``<name>_scale``.
     """
 
