@@ -13,12 +13,10 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.functional import cross_entropy as imported_by_name
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -555,40 +553,6 @@ def test_a_compiled_model_returns_half_logits_to_the_loss(how, loss_too, level):
         backward(loss_of(output), optimizer)
         ce(expected).backward()
         assert output._memory.float32 is None
-        same_gradients(model, reference)
-        optimizer.zero_grad()
-        reference.zero_grad()
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-PARALLEL = {
-    "in a process group": lambda model: model,
-    "DDP": lambda model: DistributedDataParallel(model),
-    "static graph": lambda model: DistributedDataParallel(model, static_graph=True),
-    "unused": lambda model: DistributedDataParallel(model, find_unused_parameters=True),
-    "compiled inside": lambda model: DistributedDataParallel(
-        torch.compile(model, backend="aot_eager")
-    ),
-}
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("name", PARALLEL)
-def test_parallel_models_return_half_logits_to_the_loss(name, level, one_rank):
-    torch._dynamo.reset()
-    (model, optimizer), (reference, _) = initialized(level, loss_scale=1.0), plain(level)
-    parallel = PARALLEL[name](model)
-    for _ in range(3):
-        output = parallel(X)
-        backward(ce(output), optimizer)
-        assert output._memory.float32 is None
-        ce(reference(X)).backward()
         same_gradients(model, reference)
         optimizer.zero_grad()
         reference.zero_grad()
