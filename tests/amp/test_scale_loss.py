@@ -284,16 +284,6 @@ def test_a_model_is_initialized_as_often_as_one_likes():
     assert weight(again) == 0.75
 
 
-@pytest.mark.parametrize("world_size", ["1", "2"])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_masters_of_several_processes_start_from_what_ddp_hands_on(level, world_size, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", world_size)  # by torchrun, before there is a process group
-    model, optimizer = make(level, w=1 / 3)
-    rounded = model.w.detach().float().item()
-    assert rounded != pytest.approx(1 / 3, rel=1e-7)
-    assert weight(optimizer) == (rounded if world_size == "2" else torch.tensor(1 / 3).item())
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("dtype", [f16, bf16])
 def test_half_models_are_taken_over_exactly_with_a_word(level, dtype):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import types
 import warnings
 from collections.abc import Callable
@@ -505,6 +506,15 @@ def _log_softmax_backward(func: Any, gradient: Any, output: Any, dim: int, dtype
 _NOTHING, _ZEROS = _Memory(None), object()
 
 
+# What picks, compares or moves values.
+_EXACT = """
+    amax.default amin.default argmax.default argmin.default max.default max.dim min.default min.dim
+    aminmax.default topk.default sort.default isnan.default isinf.default index.Tensor
+    index_select.default gather.default masked_select.default cat.default flip.default
+    slice_backward.default select_backward.default
+""".split()
+
+
 @functools.cache
 def _rules() -> dict[Any, Callable[..., Any]]:
     """Made at the first use: torch makes operators when they are named."""
@@ -517,23 +527,7 @@ def _rules() -> dict[Any, Callable[..., Any]]:
         aten._log_softmax_backward_data.default: _log_softmax_backward,
         aten.nll_loss_forward.default: _nll_loss,
         aten.nll_loss_backward.default: _nll_loss_backward,
-        **dict.fromkeys(
-            [
-                *(aten.amax.default, aten.amin.default, aten.argmax.default, aten.argmin.default),
-                *(aten.max.default, aten.max.dim, aten.min.default, aten.min.dim),
-                *(
-                    aten.aminmax.default,
-                    aten.topk.default,
-                    aten.sort.default,
-                    aten.isnan.default,
-                    aten.isinf.default,
-                ),
-                *(aten.index.Tensor, aten.index_select.default, aten.gather.default),
-                *(aten.masked_select.default, aten.cat.default, aten.flip.default),
-                *(aten.slice_backward.default, aten.select_backward.default),
-            ],
-            _exactly,
-        ),
+        **{operator.attrgetter(name)(aten): _exactly for name in _EXACT},
     }
 
 
