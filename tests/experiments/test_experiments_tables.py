@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import math
 from importlib import resources
 
 import pytest
@@ -30,8 +29,7 @@ def folder(tmp_path, monkeypatch) -> ResultFolder:
 def parsed(markdown: str) -> list[dict[str, str]]:
     """The table's cells, by column."""
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
-    split = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
-    header, rule, *rows = split
+    header, rule, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
     assert {cell.strip("-") for cell in rule} == {""}
     return [dict(zip(header, row, strict=True)) for row in rows]
 
@@ -45,12 +43,11 @@ def own(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [row for row in rows if row["source"] == "measured here"]
 
 
-def same(cell: str, text: str) -> bool:
-    """Equal as numbers, or as words."""
+def number(text: str) -> float | str:
     try:
-        return math.isclose(float(cell), float(text), rel_tol=1e-9)
+        return float(text)
     except ValueError:
-        return cell == text
+        return text
 
 
 @pytest.mark.parametrize("recipe", results.RECIPES)
@@ -65,8 +62,9 @@ def test_published_cells_are_the_csv(recipe, folder, capsys):
         assert {*line} <= {n + end for n in names for end in ("", "_mean", "_std")}
         for header, name in COLUMNS.items():
             mean, _, deviation = row.get(header, "").partition(" ± ")
-            assert same(mean, line.get(name, line.get(f"{name}_mean", ""))), (header, row)
-            assert same(deviation, line.get(f"{name}_std", "")), (header, row)
+            expected = line.get(name, line.get(f"{name}_mean", ""))
+            assert number(mean) == number(expected), (header, row)
+            assert number(deviation) == number(line.get(f"{name}_std", "")), (header, row)
 
 
 def test_e1_has_means_and_deviations_of_own_runs(folder, capsys):
@@ -118,9 +116,8 @@ def test_e4_has_mean_min_and_max(folder, capsys):
         speeds = {"images_per_s_min": 300.0 - n, "images_per_s_max": 350.0 + n}
         folder.add(repeat=n, images_per_s=mean, loss_last=5.0, loss_mean=5.5, **net, **speeds)
     (row,) = own(printed(capsys, "e4"))
-    assert row["images/s"] == "332 ± 2.8"
-    assert (row["min"], row["max"]) == ("299", "351")
-    assert (row["loss last"], row["loss mean"]) == ("5 ± 0", "5.5 ± 0")
+    expected = {"images/s": "332 ± 2.8", "min": "299", "max": "351"}
+    assert (expected | {"loss last": "5 ± 0", "loss mean": "5.5 ± 0"}).items() <= row.items()
 
 
 @pytest.mark.parametrize("others", [[], ["e2", None]], ids=["none", "of other recipes"])
@@ -167,37 +164,22 @@ def test_tables_and_figures_choose_the_same_runs(flags, chosen, folder):
     assert [int(row["runs"][0]["finished"][17:19]) for row in own] == chosen
 
 
-def test_cells_hold_no_column_separators(folder, capsys):
-    what = divergence() | {"reason": "a | b\nc"}
-    folder.add(method="FP16", arm="O2", diverged=what)
-    assert make_table.main(["e1"]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "diverged" in line)
-    assert r"a \| b c" in line
-
-
-# ---- CSV -----------------------------------------------------------------------------------------
-
-
 def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     folder.add_repeats([5.0, 6.0, 7.0])
-    why = divergence() | {"reason": "two\nlines"}
+    why = divergence() | {"reason": "two | parts\nlines"}
     folder.add(method="O3", arm="O3", diverged=why, torch="2.15.0")
     path = tmp_path / "new" / "e1.csv"
-    rows = printed(capsys, "e1", "--csv", str(path))
-    assert len(own(rows)) == 2
+    assert make_table.main(["e1", "--csv", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("measured here" in line for line in lines) == 2
+    assert any(r"two \| parts lines" in line for line in lines)
     text = path.read_text()
     assert text.count("\n") == 3
     sound, diverged = csv.DictReader(text.splitlines())
     expected = {
         **{"source": "measured", "recipe": "e1", "gpu": "T4", "device": "Tesla T4"},
-        **{"method": "FP32", "arm": "fp32", "batch_size": "128", "data": "synthetic"},
-        **{
-            "loader": "resident",
-            "graph": "False",
-            "time_s_mean": "6.0",
-            "time_s_std": "1.0",
-            "n": "3",
-        },
+        **{"method": "FP32", "arm": "fp32", "batch_size": "128", "data": "synthetic", "n": "3"},
+        **{"loader": "resident", "graph": "False", "time_s_mean": "6.0", "time_s_std": "1.0"},
         **{"torch": "2.14.1", "ampfuse": "0.1.0", "cuda": "13.0", "diverged": "0"},
         **{"memory_kind": "max_memory_allocated", "date": "2026-11-21T04:00:03+00:00"},
     }
@@ -205,5 +187,5 @@ def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     assert float(sound["memory_mb_mean"]) == 1500
     assert float(sound["accuracy_pct_mean"]) == pytest.approx(41)
     assert (diverged["time_s_mean"], diverged["diverged"]) == ("", "1")
-    assert "two lines" in diverged["note"]
+    assert "two | parts lines" in diverged["note"]
     assert diverged["torch"] == "2.15.0"

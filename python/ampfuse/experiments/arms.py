@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse import amp, half_ops
-from ampfuse.command_line import UsageError
 from ampfuse.experiments.settings import LEVELS, Settings
 from ampfuse.graphs import GraphedCall
 
@@ -161,10 +160,7 @@ class _Level(Arm):
         options = {name: getattr(settings, name) for name in names}
         norms = any(isinstance(module, _BatchNorm) for module in model.modules())
         options |= {"opt_level": settings.arm, "verbosity": 0, "fuse": settings.fuse and norms}
-        try:
-            self.model, self.optimizer = amp.initialize(model, self.optimizer, **options)
-        except (RuntimeError, ValueError, AssertionError) as error:
-            raise UsageError(f"{settings.arm}: {error}") from error
+        self.model, self.optimizer = amp.initialize(model, self.optimizer, **options)
         session = self.optimizer._amp_session
         policy, self.scaler = session.policy, session.loss_scalers[0]
         self._scales = policy.model_is_low_precision or policy.loss_scale != 1.0
