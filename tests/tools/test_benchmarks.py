@@ -481,15 +481,13 @@ def test_a_run_is_a_curve_with_the_trained_net_at_its_end(load, monkeypatch, tmp
 def test_an_arm_is_within_the_spread_of_the_first_ones_seeds(load):
     quality = load("quality")
     conditions = dict.fromkeys(("hardware", "torch", "ampfuse", "date"), "")
-
-    def rows(arm, *losses):
-        return [
-            quality.Row(task="t", arm=arm, seed=seed, test_loss=loss, **conditions)
-            for seed, loss in enumerate(losses)
-        ]
-
-    found = [*rows("first", 1.0, 2.0, 3.0), *rows("at", 4.0, 4.0, 4.0), *rows("above", 4.0, 4.1)]
-    assert quality.table(found) == [
+    losses = {"first": (1.0, 2.0, 3.0), "at": (4.0, 4.0, 4.0), "above": (4.0, 4.1)}
+    rows = [
+        quality.Row(task="t", arm=arm, seed=seed, test_loss=loss, **conditions)
+        for arm, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+    assert quality.table(rows) == [
         "| task | arm | test loss | losses within the spread |",
         "|---|---|---|---|",
         "| t | first | 2 (1 to 3) | yes |",
@@ -507,35 +505,26 @@ def documented(page, header):
     return text[text.index(header) :].split("\n\n")[0].splitlines()
 
 
-def test_the_documentation_has_the_table_of_the_csv(load):
-    lines = load("report").steps_table(load("harness.results").read(RESULTS / "step_cpu.csv"))
+def test_the_documentation_has_the_tables_of_the_csvs(load):
+    """Where no comment names a CSV."""
+    results, quality = load("harness.results"), load("quality")
+    lines = load("report").steps_table(results.read(RESULTS / "step_cpu.csv"))
     assert documented("benchmarks.md", "| step | threads |") == lines
+    for page, file in (("benchmarks", "fused_accuracy"), ("frameworks", "frameworks_epyc")):
+        rows = results.read(RESULTS / f"{file}.csv", quality.Row)
+        assert documented(f"{page}.md", "| task | arm |") == quality.table(rows)
 
 
 def test_a_csv_fills_in_where_a_comment_names_it(load, tmp_path):
-    """Nothing else of the page changes."""
-    results, report = load("harness.results"), load("report")
-    page = ROOT / "docs" / "benchmarks.md"
-    found = tmp_path / "page.md"
-    found.write_text(page.read_text())
-    rows = results.rows_of(CPU, {"fused": [20.0] * 3}, case="b")
-    for name in ("layers_cuda.csv", "layers_cuda.csv", "other.csv"):
-        results.write(tmp_path / name, rows)
-        report.fill(found, tmp_path / name)
-    head, _, tail = page.read_text().partition("<!-- layers_cuda.csv -->\n")
-    new = found.read_text()
-    assert new.startswith(head)
-    assert new.endswith(tail[tail.index("<!-- end -->") :])
-    assert new.count("| b | 20.0 (20.0-20.0) |") == 1
-
-
-@pytest.mark.parametrize(
-    ("page", "file"), [("benchmarks.md", "fused_accuracy"), ("frameworks.md", "frameworks_epyc")]
-)
-def test_the_documentation_has_the_losses_of_the_csv(load, page, file):
-    quality = load("quality")
-    rows = load("harness.results").read(RESULTS / f"{file}.csv", quality.Row)
-    assert documented(page, "| task | arm |") == quality.table(rows)
+    results, page = load("harness.results"), tmp_path / "page.md"
+    text = "Before.\n<!-- a.csv -->\n{}<!-- end -->\n\nAfter.\n<!-- end -->\n"
+    page.write_text(text.format("old\n"))
+    for name in ("a.csv", "a.csv", "other.csv"):
+        results.write(tmp_path / name, results.rows_of(CPU, {"fused": [20.0] * 3}, case="b"))
+        load("report").fill(page, tmp_path / name)
+    head, table, tail = re.split(r"(?<=a.csv -->\n)|(?=<!-- end -->\n\n)", page.read_text())
+    assert head + tail == text.format("")
+    assert table.count("| b | 20.0 (20.0-20.0) |") == 1
 
 
 def test_shell_scripts_parse():
