@@ -52,8 +52,6 @@ def same(one, other) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
 FILES = {
     "mnist": data_files.write_mnist,
     "mnist, zipped": functools.partial(data_files.write_mnist, zipped=True),
@@ -127,9 +125,6 @@ def test_other_image_sizes_are_resized(tmp_path):
     assert (images - expected).abs().max() <= 1  # in whole numbers
 
 
-# ---- sets without files --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["mnist", "cifar10", "imagenet"])
 def test_digits_are_those_of_scikit_learn(kind):
     data = open_(kind, "digits", image_size=8, shuffle=False, batch_size=1437, **BYTES)
@@ -176,9 +171,6 @@ def test_synthetic_sizes_follow_the_batch():
     data = open_(synthetic_size=1000, batch_size=8, world_size=2)
     assert data.test_size == 2 * 4 * 8
     assert [len(labels) for _, labels in data.test_batches()] == [8] * 4
-
-
-# ---- order ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -254,9 +246,6 @@ def test_passes_begin_anywhere_may_be_left_and_take_no_global_random_numbers(kin
         assert same(data.train_batches(3, start), whole[start:])
     assert [len(labels) for _, labels in data.test_batches()] == [4, 2]
     assert random_numbers() == before
-
-
-# ---- augmentation --------------------------------------------------------------------------------
 
 
 def which_crops(batches, originals: torch.Tensor) -> list[int]:
@@ -337,9 +326,6 @@ def test_augmentation_is_of_seed_epoch_and_rank_alone(loader, tmp_path):
     assert not same(*ranks)
 
 
-# ---- normalisation and memory format -------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "mean", "std"),
     [
@@ -381,9 +367,6 @@ def test_samples_can_be_sent_to_a_worker_that_was_not_forked(tmp_path):
         data = open_("imagenet", source, image_size=28, loader="workers", augment=True)
         samples = Samples(data._images.train, data._of_train, (0, 0))
         assert same([pickle.loads(pickle.dumps(samples))[1]], [samples[1]])
-
-
-# ---- missing or damaged files --------------------------------------------------------------------
 
 
 def read_all(**options) -> None:
@@ -487,9 +470,6 @@ def test_sizes_that_do_not_fit(tmp_path):
     refused(said, batch_size=21, world_size=2, **options)
     (tmp_path / data_files.MNIST[1]).write_bytes(data_files.idx(np.arange(41) % 10))
     refused("41 labels, 0 to 9, for 40 images", **options)
-
-
-# ---- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

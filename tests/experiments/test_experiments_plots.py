@@ -52,9 +52,6 @@ def legend_of(figure: Figure) -> list[str]:
     return [text.get_text() for text in legend.get_texts()]
 
 
-# ---- result files --------------------------------------------------------------------------------
-
-
 def test_repeats_become_mean_and_sample_deviation(folder):
     names = ("time_s", "memory_mb", "accuracy_pct", "images_per_s", "loss_last", "loss_mean")
     for n in range(3):
@@ -138,9 +135,6 @@ def test_frame_has_the_rows(folder):
     assert len(frame) == 46
     assert list(frame["source"].unique()) == ["measured", "published"]
     assert (frame["time_s_mean"][0], frame["n"][0], frame["torch"][0]) == (6.0, 2, "2.14.1")
-
-
-# ---- time and memory -----------------------------------------------------------------------------
 
 
 def add_e1(folder: ResultFolder, *, gpus=("A", "B"), batches=(128, 256, 512)) -> None:
@@ -313,9 +307,6 @@ def test_nothing_to_draw(folder):
         make_plot.against_batch(rows_of(folder), "time")
 
 
-# ---- readable ------------------------------------------------------------------------------------
-
-
 def overlaps(figure: Figure) -> list[tuple[str, str]]:
     """Pairs of texts that touch, and texts that leave the page."""
     figure.set_dpi(150)
@@ -379,9 +370,6 @@ def test_no_text_lies_on_another(kind, rows, folder):
     assert len(axes.get_xticks()) > 0
     assert figure.get_figwidth() == 7
     assert axes.get_ylim()[1] >= 1.05 * axes.dataLim.y1  # so that markers and caps are inside
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def arguments(folder: ResultFolder, output: Path, *more: str) -> list[str]:

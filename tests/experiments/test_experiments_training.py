@@ -81,9 +81,6 @@ def stopped(settings: Settings, step: int, folder: Path) -> dict:
     return load_checkpoint(folder / "run.pt")
 
 
-# ---- results -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("arm", some(CPU_ARMS, "O2", "O5"))
 def test_learns_in_every_arm(arm):
     settings = dataclasses.replace(BASE, arm=arm, epochs=4, dropout=0.0, augment=False, lr=0.1)
@@ -159,9 +156,6 @@ def test_levels_follow_fp32(optimizer):
         assert values == pytest.approx(losses["fp32"], rel=0.03, abs=0.02), arm
 
 
-# ---- resuming and interruptions ------------------------------------------------------------------
-
-
 # Within an epoch, at the end of one, in the next.
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("stop_at", some((7, 12, 17), 7, 12))
@@ -216,9 +210,6 @@ def test_an_interrupted_command_says_what_is_there(checkpoints, tmp_path, capsys
     assert methods() == {"O5", "fp32"}
 
 
-# ---- divergence ----------------------------------------------------------------------------------
-
-
 def test_a_divergence_that_evaluation_alone_shows():
     run = run_of(dataclasses.replace(BASE, epochs=1))
     batches = run.data.test_batches
@@ -271,9 +262,6 @@ def test_when_a_run_has_diverged(losses, scale, skipped, said, step):
 )
 def test_suggestions(arm, scale, said):
     assert said in suggestion(dataclasses.replace(BASE, arm=arm, loss_scale=scale))
-
-
-# ---- steps, time and memory ----------------------------------------------------------------------
 
 
 def test_prof_writes_a_trace(tmp_path):

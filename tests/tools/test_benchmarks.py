@@ -98,9 +98,6 @@ def run_step(load, here, case, **options):
     return {row.variant: row for row in rows}
 
 
-# --- bytes ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("optimizer", "precision", "does", "least"),
     [
@@ -128,9 +125,6 @@ def test_rows(load):
     assert (ours.share_of_copy, copy.share_of_copy) == (0.5714, 1.0)
     assert math.isnan(peer.gb_per_s)
     assert (ours.peer, peer.peer) == ("", "package 1.0")
-
-
-# --- measuring ------------------------------------------------------------------------------------
 
 
 class FakeClock:
@@ -227,9 +221,6 @@ def test_a_csv_without_the_newer_columns_is_read(load, tmp_path):
     (row,) = load("harness.results").read(old)
     assert (row.case, row.threads, row.median_ms, row.device) == ("c", 2, 2.5, "cpu")
     assert math.isnan(row.share_of_copy)
-
-
-# --- step.py --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -342,9 +333,6 @@ def test_every_case_has_its_own_name(load):
         assert len({case.name for case in found}) == len(found)
 
 
-# --- the host's time ------------------------------------------------------------------------------
-
-
 def test_steps_of_the_host(main, here, tmp_path):
     path = tmp_path / "host.csv"
     main("step", "--host", "--quick", "--repeats", 2, "--only", "fp16", "--csv", path)
@@ -427,9 +415,6 @@ def test_new_gradients_are_other_tensors(load):
             torch.testing.assert_close(gradient, value)
 
 
-# --- layers.py, quality.py ------------------------------------------------------------------------
-
-
 SMALL_LAYERS = ("norm-8-4", "norm-16-4-residual", "rows-96", "rms-768", "gelu_tanh-3072")
 
 
@@ -494,9 +479,6 @@ def test_an_arm_is_within_the_spread_of_the_first_ones_seeds(load):
         "| t | at | 4 (4 to 4) | yes |",
         "| t | above | 4.05 (4 to 4.1) | no |",
     ]
-
-
-# --- what is published ----------------------------------------------------------------------------
 
 
 def documented(page, header):

@@ -70,9 +70,6 @@ def a_shell_script(path: Path, text: str) -> Path:
     return path
 
 
-# ---- torch ---------------------------------------------------------------------------------------
-
-
 def test_finds_the_torch_that_runs_these_tests_through_the_isolation_of_pip(
     probe, monkeypatch, tmp_path
 ):
@@ -184,9 +181,6 @@ def test_a_free_threaded_python_is_refused(probe, backend, refused, monkeypatch)
         refused(said, probe.main, arguments)
 
 
-# ---- nvcc ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cuda", ["13.0", "13.2"])
 @pytest.mark.parametrize("mode", ["AUTO", "ON", "OFF"])
 def test_cuda_13_without_nvcc_takes_the_compiler_from_pypi(probe, cuda, mode):
@@ -235,9 +229,6 @@ def test_cuda_mode(probe, monkeypatch):
         probe.cuda_mode()
 
 
-# ---- the hooks that pip calls --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_hooks_add_the_compiler(backend, monkeypatch, kind):
     monkeypatch.setattr(backend.probe, "find_torch", lambda: a_torch(backend.probe))
@@ -272,9 +263,6 @@ def test_a_source_distribution_needs_no_torch(backend, monkeypatch):
 def test_one_place_states_the_version():
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
     assert version == _core.build_info.VERSION
-
-
-# ---- at import -----------------------------------------------------------------------------------
 
 
 def test_cpu_and_cuda_builds_of_one_release_are_the_same_to_us():
@@ -348,9 +336,6 @@ def test_import_is_cheap():
     command = [sys.executable, "-c", code + "print(time.perf_counter() - start)"]
     runs = (subprocess.run(command, capture_output=True, text=True) for _ in range(3))
     assert any(float(run.stdout) < 0.1 for run in runs)
-
-
-# ---- for real ------------------------------------------------------------------------------------
 
 
 def pip(python: object, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
