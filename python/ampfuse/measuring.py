@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import itertools
+import math
 import os
 import resource
 import time
@@ -98,38 +100,29 @@ class ProcessMemory:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class TensorMemory(contextlib.AbstractContextManager["TensorMemory"]):
-    """Context that measures the peak memory of the tensors of its body, as ``mib``.
+@dataclasses.dataclass
+class TensorPeak:
+    mib: float = math.nan
+
+
+@contextlib.contextmanager
+def tensor_memory(device: torch.device) -> Iterator[TensorPeak]:
+    """Context that measures the peak memory of the tensors of its body, and returns it at its end.
 
     The GPU's allocator keeps that number at no cost. On the CPU torch's profiler records every
     allocation, which takes time: measure time elsewhere.
     """
-
-    mib: float
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = ProcessMemory(device) if device.type == "cuda" else None
-        self._profile = contextlib.ExitStack()
-
-    def __enter__(self) -> TensorMemory:
-        if self._on_gpu:
-            self._on_gpu.start()
-            return self
-        cpu = torch.profiler.ProfilerActivity.CPU
-        with contextlib.ExitStack() as starting:  # on Ctrl-C meanwhile, stderr is restored
-            starting.enter_context(silent_stderr())
-            self._profiler = starting.enter_context(
-                torch.profiler.profile(activities=[cpu], profile_memory=True)
-            )
-            self._profile = starting.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._profile.close()
-        if self._on_gpu:
-            self.mib = self._on_gpu.peak() / 2**20
-        elif error[0] is None:
-            self.mib = _peak_bytes(self._profiler) / 2**20
+    found = TensorPeak()
+    if device.type == "cuda":
+        memory = ProcessMemory(device)
+        memory.start()
+        yield found
+        found.mib = memory.peak() / 2**20
+        return
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with silent_stderr(), torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:
+        yield found
+    found.mib = _peak_bytes(profiler) / 2**20
 
 
 def _peak_bytes(profiler: torch.profiler.profile) -> int:

@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 from ampfuse.__main__ import main
 from ampfuse.experiments.run import Run
 from ampfuse.experiments.settings import ARMS, LEVELS
-from ampfuse.measuring import TensorMemory
+from ampfuse.measuring import tensor_memory
 
 EPOCHS, BATCH_SIZE = 2, 256
 STEPS = EPOCHS * (1437 // BATCH_SIZE)
@@ -76,7 +76,7 @@ def test_ctrl_c_leaves_nothing(tmp_path, monkeypatch, capsys):
 
 def test_peak_memory_of_tensors(capfd):
     """Two and one MiB, which are released, and then two: the peak is three."""
-    with TensorMemory(torch.device("cpu")) as memory:
+    with tensor_memory(torch.device("cpu")) as memory:
         first = torch.zeros(2**19)
         second = torch.zeros(2**18)
         del first, second

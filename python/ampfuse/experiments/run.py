@@ -36,7 +36,7 @@ from ampfuse.experiments.results import FORMAT, Result, Row, file_name, listed, 
 from ampfuse.experiments.settings import ARMS, MADE_UP, Script, Settings, parse, runs_of
 from ampfuse.files import atomic
 from ampfuse.graphs import EAGER_CALLS
-from ampfuse.measuring import ProcessMemory, StepClock, TensorMemory
+from ampfuse.measuring import ProcessMemory, StepClock, tensor_memory
 
 _WARM_UP_STEPS = 2
 _DIVERGED = 3  # exit status; the others are in status_of()
@@ -157,7 +157,7 @@ class Run:
         world, measure = self.world, self.place.measure_tensors
         self.memory.release()
         torch.manual_seed(self.seed)
-        with TensorMemory(self.device) if measure else contextlib.nullcontext() as tensors:
+        with tensor_memory(self.device) if measure else contextlib.nullcontext() as tensors:
             warm_up = self.build()
             for batch in islice(self.data.train_batches(0), _WARM_UP_STEPS):
                 warm_up._step(*batch)
