@@ -274,10 +274,8 @@ class Run:
         of, record = self.settings, self.record
         times, images = record.step_ms, of.batch_size * self.world.size
         mean = statistics.fmean(times) if times else None
-        rates = dict.fromkeys(("images_per_s", "images_per_s_min", "images_per_s_max"))
-        if times:
-            milliseconds = (mean, max(times), min(times))
-            rates = {name: images / ms * 1e3 for name, ms in zip(rates, milliseconds, strict=True)}
+        step_ms = {"images_per_s": mean, "images_per_s_min": max(times, default=None)}
+        step_ms["images_per_s_max"] = min(times, default=None)
         test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
         settings = dataclasses.asdict(of)
         result = {
@@ -292,7 +290,7 @@ class Run:
             "memory_kind": self.memory.kind if self._tensors is None else "tensors",
             "accuracy_pct": test["accuracy"] and 100 * test["accuracy"],
             "test_loss": test["loss"],
-            **rates,
+            **{name: ms and images / ms * 1e3 for name, ms in step_ms.items()},
             "loss_last": record.losses[-1] if record.losses else None,
             "loss_mean": mean_of_finite(record.losses),
             "loss_scale": self.arm.loss_scale(),
