@@ -102,11 +102,7 @@ def optimizer_of(net: str) -> str:
 
 
 class Step:
-    """FP32, and what the other arms change of it.
-
-    Arguments:
-        cast: of the output, before the loss.
-    """
+    """FP32, which the other arms change. `cast` is applied to the output before the loss."""
 
     fused: bool | None = True  # torch's optimizers
 
@@ -193,14 +189,8 @@ class TorchAmp(Step):
 
 
 class Ours(Step):
-    """O5, and what our other arms change of it.
-
-    Arguments:
-        fuse: whether the net is fused.
-        unfused: the parts that are not.
-        clip: whose clipping there is, "torch's" or "ours".
-        compiled: "model", or "loss": model and loss as one function.
-    """
+    """O5, which our other arms change. `unfused` are parts that are not fused, `clip` is "torch's"
+    or "ours", and `compiled` is "model", or "loss" for model and loss as one function."""
 
     fused = None
 
@@ -335,8 +325,7 @@ def arms_of(net: str, options: Any) -> Arms:
 def rows(
     net: str, arms: Arms, options: Any, in_a_row: bool, worker_of: Callable[[str], Worker]
 ) -> Iterator[list[Row]]:
-    """Of one net, in turns or in a row. What was measured together comes together, so that a run
-    that is cut off leaves what it has."""
+    """The rows of one net, measured in turns or in a row, in groups as they were measured."""
     device, case, optimizer = options.device, case_of(net, options), optimizer_of(net)
     repeats = options.repeats if options.quick or not options.host else max(options.repeats, 200)
     workers = {arm: worker_of("O5, shares" if arm in KINDS else arm) for arm in arms}
@@ -365,8 +354,8 @@ def rows(
 
 
 def main() -> None:
-    """Measures all arms of each net, at most threads, and writes the CSV: in turns, and on a GPU,
-    which one may fill, in a row, the tables' arms of all nets before the others."""
+    """Measures all arms of each net on all threads, in turns, and writes the CSV. On a GPU, whose
+    memory one arm may fill, it measures them in a row, the arms of the tables first."""
     options = options_of(
         __doc__,
         "nets",

@@ -136,14 +136,8 @@ TASKS = {
         partial(_net, "wrn10_1"), partial(digits, 8), cross_entropy, "SGD", _e2, "linear", 2000, 128
     ),
     "mlp": _memory(
-        partial(_net, "mlp", 16),
-        partial(digits, 16),
-        squared_error,
-        "SGD",
-        _e5,
-        "constant",
-        4000,
-        128,
+        *(partial(_net, "mlp", 16), partial(digits, 16), squared_error),
+        *("SGD", _e5, "constant", 4000, 128),
     ),
     "text": _memory(
         SmallTransformer, sentences, cross_entropy, "AdamW", _decayed, "cosine", 3000, 16
@@ -159,15 +153,14 @@ TASKS = {
 }
 
 
-# By task, its file and its arms; the examples of frameworks have neither curve nor accuracy.
+# File and arms by task; the examples of frameworks have neither curve nor accuracy.
+_FRAMEWORKS = "frameworks_epyc.csv"
 _LEVELS = "native BF16", "O5", "O2"
 _TIMM = "native BF16", "ampfuse-adamw, BF16", "ampfuse-adamw, FP16"
 ARMS: dict[str, tuple[str, Sequence[str]]] = {
     **{name: (task.file, list(task.arms)) for name, task in TASKS.items()},
-    **{
-        name: ("frameworks_epyc.csv", _TIMM if name == "timm" else _LEVELS)
-        for name in ("lightning", "fabric", "accelerate", "transformers", "timm")
-    },
+    **dict.fromkeys("lightning fabric accelerate transformers".split(), (_FRAMEWORKS, _LEVELS)),
+    "timm": (_FRAMEWORKS, _TIMM),
 }
 
 

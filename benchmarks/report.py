@@ -14,6 +14,7 @@ import csv
 import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from harness.results import Row, parser_of, read
@@ -33,7 +34,7 @@ def cells(case: str, rows: list[Row]) -> dict[str, str]:
     by_variant = {row.variant: row for row in rows}
     ours, limit = by_variant["ampfuse"], by_variant.get("limit")
     torch_routes = [row for row in rows if row.variant.startswith("torch ")]
-    best = min(torch_routes, key=lambda row: row.median_ms, default=None)
+    best = min(torch_routes, key=attrgetter("median_ms"), default=None)
     others = [row for row in rows if row.peer]
     return {
         "step": case,
@@ -68,7 +69,7 @@ def _spread(row: Row | None, digits: int | None = None) -> str:
 
 
 def steps_table(rows: list[Row]) -> list[str]:
-    """Of the cases that ampfuse has a row of; without the columns that have nothing to say."""
+    """The cases that ampfuse has a row of, without empty columns."""
     groups = [list(group) for _, group in groupby(rows, key=lambda row: (row.case, row.threads))]
     ours = [group for group in groups if any(row.variant == "ampfuse" for row in group)]
     lines = [cells(group[0].case, group) for group in ours]
@@ -113,11 +114,8 @@ def report_of(rows: list[Row]) -> list[str]:
 def conditions_of(rows: list[Row], *, spread: bool = True) -> str:
     """Where, with what and when they were measured; and what cells have, with `spread` or not."""
     count = min(row.n for row in rows)
-    of_row = [
-        (r.hardware, r.isa, f"torch {r.torch}", f"ampfuse {r.ampfuse}", r.peer, r.date)
-        for r in rows
-    ]
-    values = dict.fromkeys(value for column in zip(*of_row, strict=True) for value in column)
+    columns = ("{hardware}", "{isa}", "torch {torch}", "ampfuse {ampfuse}", "{peer}", "{date}")
+    values = dict.fromkeys(column.format(**vars(row)) for column in columns for row in rows)
     return (
         f"{', '.join(filter(None, values))}. "
         f"Median of {count}{' or more' * any(row.n > count for row in rows)}"
@@ -159,11 +157,8 @@ def by_net(rows: list[Row]) -> dict[str, dict[str, Row]]:
 
 def fastest(by: dict[str, Row]) -> tuple[Row, Row]:
     """torch.amp's and O5's."""
-    theirs, ours = (
-        min((by[arm] for arm in arms if arm in by), key=lambda row: row.median_ms)
-        for arms in (_TORCHS, _OURS)
-    )
-    return theirs, ours
+    torchs, ours = ([by[arm] for arm in arms if arm in by] for arms in (_TORCHS, _OURS))
+    return min(torchs, key=attrgetter("median_ms")), min(ours, key=attrgetter("median_ms"))
 
 
 def arms_table(
@@ -258,10 +253,8 @@ def nets_figure(rows: list[Row], theme: str) -> str:
     """An SVG: milliseconds of a training step as bars, of five nets."""
     text, *colours = _THEMES[theme]
     nets = {name.split(" (")[0]: by for name, by in by_net(rows).items()}
-    drawn = {
-        name: [row.median_ms for row in (nets[name]["FP32"], *fastest(nets[name]))]
-        for name in _DRAWN
-    }
+    chosen = {name: (nets[name]["FP32"], *fastest(nets[name])) for name in _DRAWN}
+    drawn = {name: [row.median_ms for row in three] for name, three in chosen.items()}
     scale = 330 / max(map(max, drawn.values()))
     parts, y = [], 0
     for place, (arm, colour) in enumerate(zip(_BARS, colours, strict=True)):
@@ -276,21 +269,16 @@ def nets_figure(rows: list[Row], theme: str) -> str:
             parts.append(f'{bar} fill="{colour}"/>')
             parts.append(f'<text x="{111 + ms * scale:.0f}" y="{y + 11}">{ms:.0f} ms</text>')
             y += _BAR
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 12}" width="{_WIDTH}"'
-    )
+    size = f'viewBox="0 0 {_WIDTH} {y + 12}" width="{_WIDTH}"'
     font = f'font-family="system-ui, sans-serif" font-size="13" fill="{text}"'
-    return "\n".join([f"{head} {font}>", *parts, "</svg>\n"])
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
+    return "\n".join([head, *parts, "</svg>\n"])
 
 
 # ---- training steps of the experiments -----------------------------------------------------------
 
-_NAMES = {
-    "vgg16": "VGG16, 32x32 (E1)",
-    "wrn28_10": "WRN-28-10, 32x32 (E2)",
-    "resnet18": "ResNet-18, 224x224 (E4)",
-    "mlp": "MLP (E5)",
-}
+_NAMES = {"vgg16": "VGG16, 32x32 (E1)", "wrn28_10": "WRN-28-10, 32x32 (E2)"}
+_NAMES |= {"resnet18": "ResNet-18, 224x224 (E4)", "mlp": "MLP (E5)"}
 _COLUMNS = (
     *("experiment", "batch", "FP32, ms", "torch.amp BF16, ms", "O5, ms", "O5 against FP32"),
     *("against torch.amp", "memory, MB: FP32", "torch.amp", "O5"),

@@ -1,3 +1,2 @@
-"""What the benchmarks share. But for what quality.py trains with, no module here or beside it
-imports ampfuse at its top: a peer's process imports them too, and must never import ampfuse (see
-``measuring.Worker``)."""
+"""What the benchmarks share. Except for what quality.py trains with, no module here or of a script
+imports ampfuse at its top, because processes of peers import them (``measuring.Worker``)."""

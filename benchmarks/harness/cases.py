@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @cache
 def shapes_of(tensors: str) -> list[Shape]:
-    """Only what Muon orthogonalizes keeps its shape, embeddings and heads are flat."""
+    """Weights that Muon orthogonalizes have their shape; embeddings and heads are flat."""
     if tensors == "gpt2-small":
         e = 768
         layer: list[Shape] = [(3 * e, e), (e, e), (4 * e, e), (e, 4 * e)]
@@ -104,12 +104,12 @@ class Case:
 
     @property
     def rewrites(self) -> bool:
-        """Whether the step leaves unscaled gradients where the scaled ones were."""
+        """Whether the step overwrites scaled gradients by unscaled ones."""
         return self.clip and not self.half
 
     @property
     def moves_memory(self) -> bool:
-        """Whether bandwidth can be the limit; of small tensors, calls and launches are the cost."""
+        """Whether bandwidth can be the limit, and not calls and launches."""
         return self.params / len(self.shapes) > 500 and self.optimizer != "Muon"
 
     @property
@@ -119,10 +119,10 @@ class Case:
 
     @property
     def update_bytes(self) -> float:
-        """Read and written per parameter by an update that holds all else in registers.
+        """Read and written per parameter by an update that has everything else in registers.
 
         Gradient and half weight once, FP32 weight and moments twice; gradients that are left
-        unscaled are written. What Muon's products move is not known.
+        unscaled are written. Unknown for Muon's products.
         """
         h, moments = self.dtype.itemsize, {"AdamW": 2, "SGD": 1, "Muon": math.nan}[self.optimizer]
         written = h if self.half or self.rewrites else 0  # model weight, or gradient

@@ -1,9 +1,9 @@
-"""The error of 8-bit states in AdamW's update, beside bitsandbytes', against the step in float64.
+"""The error of 8-bit states in AdamW's update, ours and bitsandbytes', against a float64 step.
 
-Every route begins with the FP32 moments of 100 steps, keeps them in its own form and takes 1 or 100
-steps more. Of the last update: the error's RMS over the update's; the largest over float64's.
-bitsandbytes' quantization (in blocks of 256 that is its AdamW8bit on a CPU; ours has blocks of 128)
-goes around a step in float64.
+Every route starts from FP32 moments of 100 steps, quantizes them, and takes 1 or 100 more steps.
+Of the last update, `error` is the RMS of its error over that of the update, and `largest` is its
+largest element over float64's. bitsandbytes' quantization is applied around a float64 step, in
+blocks of 256 as in its AdamW8bit on a CPU, and of 128 as in ours.
 """
 
 from __future__ import annotations

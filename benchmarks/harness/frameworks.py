@@ -1,13 +1,12 @@
-"""Each framework's documented example under its own BF16 and with ampfuse's lines: final losses.
+"""Each framework's documented example under its own BF16 and with ampfuse: final losses.
 
-The examples are made small, their data are the digits (for MNIST, pets, ImageNet) and sentences:
+The examples are small, on digits (in place of MNIST, pets and ImageNet) and sentences:
 
     lightning     the autoencoder of Lightning's README, 28x28 pixels
     fabric        the convolutional net of Fabric's image classifier example
     accelerate    examples/cv_example.py, a ResNet of timm with OneCycleLR
     transformers  examples/pytorch/language-modeling/run_clm.py, GPT-2 from a config
-    timm          train.py --amp, a vision transformer; it has no levels, so the arms are our
-                  optimizer under its --amp
+    timm          train.py --amp, a vision transformer, with our optimizer: timm has no levels
 """
 
 from __future__ import annotations
@@ -130,20 +129,11 @@ def train_transformers(arm: str) -> float:
     train, test = ([{"input_ids": row, "labels": row} for row in rows] for rows in words)
     sizes = {"n_positions": 33, "n_embd": 64, "n_layer": 2, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=364, **sizes))
+    quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    options = {"max_steps": 300, "learning_rate": 2e-3, "per_device_train_batch_size": 16, **quiet}
+    options |= {"bf16": arm == NATIVE, "use_cpu": True, "seed": torch.initial_seed() % 2**32}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            max_steps=300,
-            learning_rate=2e-3,
-            per_device_train_batch_size=16,
-            bf16=arm == NATIVE,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            logging_strategy="no",
-            seed=torch.initial_seed() % 2**32,
-        )
+        arguments = TrainingArguments(folder, **options)
         kind, level = (Trainer, {}) if arm == NATIVE else (AmpFuseTrainer, {"opt_level": arm})
         trainer = kind(model, arguments, train_dataset=train, eval_dataset=test[:400], **level)
         trainer.train()

@@ -1,17 +1,14 @@
-"""What the machine can do at best, for the benchmarks to divide by.
+"""The machine's limits, measured here on arrays far larger than the caches.
 
 copy
-    The step's bytes at the bandwidth of copying: as many read as written, each once. On a GPU a
-    copy from device to device; on a CPU an in-place update, where nothing is read for the sake of
-    being overwritten.
+    The step's bytes at the bandwidth of a copy: as many read as written, each once. On a CPU it is
+    an update in place, so that no memory is read only to be overwritten.
 limit
-    The bytes of the update at that bandwidth, and the bytes of the inspection at the bandwidth of
+    The bytes of the update at that bandwidth, and those of the inspection at the bandwidth of
     reading.
 products, peak
-    Of a step of Muon: its orthogonalization alone; and as many operations as that has, in products
-    of 1,024 x 1,024 in BF16.
-
-All are measured here, on arrays far larger than the caches.
+    For a step of Muon: its orthogonalization alone; and as many operations in products of
+    1,024 x 1,024 in BF16.
 """
 
 from __future__ import annotations
@@ -37,15 +34,9 @@ _ITERATIONS = 5  # of Newton and Schulz
 
 
 def bounds(clock: Any, params: int, update_bytes: float, inspect_bytes: float = 0) -> Bounds:
-    """ "copy" and "limit": functions that measure now, and return milliseconds of a step.
-
-    Call "copy" first: "limit" takes the bandwidth that it found.
-
-    Arguments:
-        params: how many parameters are stepped.
-        update_bytes, inspect_bytes: read and written per parameter in the update, and read in the
-            inspection before it.
-    """
+    """ "copy" and then "limit": functions that measure, and return milliseconds of a step of
+    `params` parameters. `update_bytes` are read and written per parameter in the update,
+    `inspect_bytes` read in the inspection before it."""
     on_gpu = clock.device.type == "cuda"
     copies, read, size = _cuda_loops(clock.device) if on_gpu else _cpu_loops()
     copied = 0.0  # milliseconds per byte
@@ -63,7 +54,7 @@ def bounds(clock: Any, params: int, update_bytes: float, inspect_bytes: float = 
 
 
 def muon_bounds(gradients: list[Tensor], clock: Any) -> Bounds:
-    """ "products" and "peak" of those gradients that are no vectors."""
+    """ "products" and "peak" of the gradients that are matrices."""
     from ampfuse.optim.muon import JORDAN, orthogonalize
     from ampfuse.optim.newton_schulz import operations, product_dtype
 
@@ -95,7 +86,7 @@ def _cpu_loops() -> tuple[list[Call], Call, int]:
 
         return lambda: list(pool.map(part, range(threads)))
 
-    # One array, or four walked side by side as a step does: whichever the machine likes best.
+    # One array, or four at the same time as in a step: the faster one counts.
     copies = [on_all(library.update_in_place, streams) for streams in (1, 4)]
     return copies, on_all(library.read), 4 * array.numel()
 

@@ -1,8 +1,7 @@
 """How the benchmarks measure: rounds over all variants, a cold cache, peers in their own process.
 
-A benchmark names the variants of a case (ours, the peers, the machine's bounds) and hands them to
-:func:`measure`, which runs them in turn, round after round, so that whatever else the machine does
-meets all of them alike. What ampfuse is compared with runs in a :class:`Worker`.
+:func:`measure` runs the variants of a case (ours, the peers, the machine's limits) in turns, so
+that other load of the machine affects all of them alike. Peers run in a :class:`Worker`.
 """
 
 from __future__ import annotations
@@ -40,14 +39,11 @@ def measure(variants: Mapping[str, Callable[[], float]], repeats: int, warm_up: 
 
 
 class Clock:
-    """Times a call on a device, from a cold cache.
+    """Times a call on a device, from a cold cache: an array larger than the last-level cache is
+    read before. Instructions, branch predictions and address translations stay warm.
 
-    Before each call an array larger than the last-level cache is read, so the data caches hold
-    nothing of the call's tensors, and nothing that has to be written back while it runs. What stays
-    warm: instructions, branch predictions, address translations.
-
-    A GPU's time is taken on the GPU, between events, with the host ahead of it, as in training: how
-    long the host takes to queue the call counts only where the call waits for the GPU.
+    A GPU's time is between events, with the host ahead of it, as in training: the time to queue the
+    call counts only if the call waits for the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,11 +57,7 @@ class Clock:
             self._cycles_per_ms = cycles / taken
 
     def milliseconds(self, call: Callable[[], object], queueing_ms: float = 0.0) -> float:
-        """Of one call.
-
-        Arguments:
-            queueing_ms: how long the host takes to queue it; a GPU idles that long first.
-        """
+        """Of one call, which the host queues in `queueing_ms`: a GPU idles that long before it."""
         self._cold.sum()
         if self.device.type == "cuda":
             return self._on_gpu(call, int(queueing_ms * self._cycles_per_ms))
@@ -84,7 +76,7 @@ class Clock:
 
 
 class HostClock:
-    """Times how long the host is busy with a call; the device is idle before it."""
+    """Times how long the host is busy with a call on an idle device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -102,12 +94,8 @@ def _host_ms(call: Callable[[], object]) -> float:
 
 
 class Variant:
-    """A call in this process, as :func:`measure` takes it.
-
-    Arguments:
-        call: may have a method `prepare`, which runs before each call and is not timed. May return
-            a float: its own measure in milliseconds, in place of how long it took.
-    """
+    """A call in this process, for :func:`measure`. Its method `prepare`, if any, runs before each
+    call and is not timed. If it returns a float, these are its milliseconds."""
 
     def __init__(self, clock: Any, call: Callable[[], object]) -> None:
         self.clock, self.call = clock, call
@@ -170,18 +158,13 @@ def _within(events: Iterable[Any]) -> Iterator[Any]:
 
 
 class WorkerError(RuntimeError):
-    """What a worker was asked raised an exception there."""
+    """An exception in a worker."""
 
 
 class Worker(AbstractContextManager["Worker"]):
-    """A process of its own for variants, so that nothing of ours is in the way of a peer.
-
-    It never imports ampfuse, and fails if something does, unless it is `with_ampfuse`: for what
-    changes the process it runs in. Variants are made there, by functions and arguments that pickle.
-
-    Arguments:
-        clock: :class:`Clock` or :class:`HostClock`.
-    """
+    """A process for variants. It fails if ampfuse is imported there, unless it is `with_ampfuse`.
+    Variants are made there, by functions and arguments that can be pickled; `clock` is
+    :class:`Clock` or :class:`HostClock`."""
 
     def __init__(self, clock: type, device: torch.device, with_ampfuse: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
@@ -196,10 +179,7 @@ class Worker(AbstractContextManager["Worker"]):
 
     def variant(self, make: Callable[..., Any], *arguments: Any) -> RemoteVariant:
         """The call that ``make(*arguments)`` returns there, on as many threads as torch has here.
-
-        Raises:
-            WorkerError: it raised something.
-        """
+        Raises WorkerError if it fails."""
         return RemoteVariant(self, self.ask("make", torch.get_num_threads(), make, arguments))
 
     def clear(self) -> None:
@@ -254,7 +234,7 @@ class Served:
             torch.cuda.empty_cache()
 
     def serve(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """What the method returns; a WorkerError for whatever it raises."""
+        """The result of the method, or a WorkerError if it raises an exception."""
         try:
             reply = getattr(self, method)(*arguments)
             if "ampfuse" in sys.modules and not self.with_ampfuse:

@@ -9,19 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-
-def _from_file(name: str, path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # torch.compile looks there
-    spec.loader.exec_module(module)
-    return module
-
-
-# The experiments' own, by their file: a peer's process never imports ampfuse.
-_ROOT = Path(__file__).parents[2]
-_models = _from_file("experiments_models", _ROOT / "python/ampfuse/experiments/models.py")
+# The networks of the experiments, by their file: a peer's process must not import ampfuse.
+_PATH = Path(__file__).parents[2] / "python/ampfuse/experiments/models.py"
+_SPEC = importlib.util.spec_from_file_location("experiments_models", _PATH)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+_models: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules["experiments_models"] = _models  # torch.compile looks there
+_SPEC.loader.exec_module(_models)
 
 
 def image_model(name: str, image_size: int = 32, channels: int = 3, **options: Any) -> nn.Module:
@@ -58,9 +53,9 @@ class _Logits(nn.Module):
         return self.model(input_ids=x).logits
 
     def use_no_masks(self) -> None:
-        """Attention by ``is_causal`` alone. transformers builds a mask wherever a model is compiled
-        or captured, with which no flash kernel runs, except for an attention function that has no
-        mask function registered, https://huggingface.co/docs/transformers/attention_interface."""
+        """Attention by ``is_causal`` alone. For compiled and captured models transformers builds a
+        mask, with which no flash kernel runs, unless the attention function has no mask function
+        registered, https://huggingface.co/docs/transformers/attention_interface."""
         import transformers as hf
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -80,11 +75,8 @@ TEXTS = {
 
 
 def text_model(name: str, tokens: int, small: bool = False) -> tuple[nn.Module, int, int]:
-    """One of `TEXTS`, the number of its words and that of its classes.
-
-    Arguments:
-        small: two layers, 512 words.
-    """
+    """One of `TEXTS`, the number of its words and that of its classes; `small` ones have two layers
+    and 512 words."""
     layers, width, heads, words = TEXTS[name]
     if small:
         layers, words = 2, 512

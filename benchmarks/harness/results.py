@@ -1,7 +1,4 @@
-"""Rows of CSV: what was measured, under which conditions, and the command line that asked for it.
-
-``report.py`` makes tables and pictures of them.
-"""
+"""Rows of CSV: measurements and their conditions; the command line of the benchmarks."""
 
 from __future__ import annotations
 
@@ -27,17 +24,16 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One variant of one case, as it stands in the CSV. Times are of one call, in milliseconds.
+    """One variant of one case. Times are of one call.
 
     Attributes:
         does: see ``cases.Case``.
-        threads: of the CPU; 1 where a GPU is measured.
-        params: how many parameters the case steps.
-        bytes_per_param: what the variant's passes read and write; NaN where that is not known.
+        threads: of the CPU; 1 if a GPU is measured.
+        bytes_per_param: that the variant's passes read and write; NaN if unknown.
         gb_per_s: these bytes of all parameters in the median time, in 1e9 bytes per second.
         share_of_copy: `gb_per_s` over that of the case's row "copy".
-        memory_mib: peak of the tensors that a call allocates; 0 where it was not measured.
-        isa: what the CPU kernels ran on.
+        memory_mib: peak of the tensors that a call allocates; 0 if it was not measured.
+        isa: instruction set of the CPU kernels.
         peer: package and version, if the variant is neither ours nor torch's.
     """
 
@@ -80,14 +76,8 @@ def rows_of(
     peers: Mapping[str, str] = _NOTHING,
     **what: Any,
 ) -> list[Row]:
-    """The rows of one case.
-
-    Arguments:
-        times: milliseconds by variant.
-        params: how many parameters a call steps.
-        bytes_per_param, memory_mib, peers: by variant; see :class:`Row`.
-        what: further columns, the same in each row.
-    """
+    """The rows of one case, of milliseconds by variant. `bytes_per_param`, `memory_mib` and `peers`
+    are by variant, too; `what` are columns that all rows share."""
     on_cpu = device.type == "cpu"
     isa = os.environ.get("AMPFUSE_CPU_ISA") or torch.backends.cpu.get_cpu_capability().lower()
     what |= {"threads": torch.get_num_threads() if on_cpu else 1, "isa": isa if on_cpu else ""}
@@ -119,7 +109,7 @@ def rows_of(
 
 
 def conditions(device: torch.device) -> dict[str, str]:
-    """The columns that say where, with what and when a row was measured."""
+    """Hardware, versions and date of a row."""
     import ampfuse
     from ampfuse.hardware import cpu_model
 
@@ -152,11 +142,8 @@ def read(path: Path, kind: type[Any] = Row) -> list[Any]:
 
 
 def put(path: Path, rows: Sequence[Any], key: Callable[[Any], Any], order: Sequence[Any]) -> None:
-    """Writes `rows` in the place of those with the same key; the file's others stay.
-
-    Arguments:
-        order: the keys in the order in which rows are to stand; keys that are not in it come last.
-    """
+    """Replaces the rows with the same keys. The order of rows is that of their keys in `order`,
+    then those of other keys."""
     new = {key(row) for row in rows}
     others = read(path, type(rows[0])) if path.exists() else []
     rank = {one: i for i, one in enumerate(order)}
@@ -171,11 +158,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def options_of(description: str | None, name: str, **flags: str) -> argparse.Namespace:
-    """The command line: `device`, `threads`, `repeats`, `quick`, `csv` and which cases.
-
-    Arguments:
-        flags: of this script alone, with their help.
-    """
+    """The command line. `flags` are those of this script alone, with their help."""
     parser = parser_of(description)
     add = parser.add_argument
     add("--device", default="cpu", type=torch.device)
@@ -188,20 +171,18 @@ def options_of(description: str | None, name: str, **flags: str) -> argparse.Nam
     add("--threads", type=int, nargs="+", help="CPU only (1 and all)")
     add("--csv", type=Path, help=f"benchmarks/results/{name}[_host]_<device>.csv")
     options = parser.parse_args()
-    kind = options.device.type
-    if kind == "cuda" or vars(options).get("host"):
+    kind, of_host = options.device.type, vars(options).get("host", False)
+    if kind == "cuda" or of_host:
         options.threads = [1]
     options.threads = options.threads or sorted({1, os.cpu_count() or 1})
     options.repeats = options.repeats or (3 if options.quick else 9 if kind == "cpu" else 21)
     folder = Path(tempfile.gettempdir()) if options.quick else RESULTS
-    host = "_host" * vars(options).get("host", False)
-    options.csv = options.csv or folder / f"{name}{host}_{kind}.csv"
+    options.csv = options.csv or folder / f"{name}{'_host' * of_host}_{kind}.csv"
     return options
 
 
 class Results:
-    """The rows of the cases that `options` want: printed, and in the CSV, as each is measured; the
-    file's other cases stay."""
+    """Prints the rows of each case, and writes them into the CSV, whose other cases stay."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

@@ -64,7 +64,7 @@ class Route:
     """What all routes have: `params`, the model weights.
 
     Arguments:
-        scaler: the class of the scaler; None: gradients have no scale.
+        scaler: the class of the scaler, or None if gradients have no scale.
         rewrites: whether the step writes into the gradients, which all routes share.
     """
 
@@ -98,14 +98,8 @@ class Route:
 
 
 class Ours(Route):
-    """ampfuse's optimizer and scaler.
-
-    Arguments:
-        name: of its rows: one of `MODES` or `METER`, or with FP32 masters and states.
-
-    Attributes:
-        bytes_per_param: what its passes read and write, NaN if that is not known.
-    """
+    """ampfuse's optimizer and scaler; `name` is one of `MODES` or `METER`, or has FP32 masters and
+    states. Its passes read and write `bytes_per_param`."""
 
     def __init__(self, case: Case, device: torch.device, name: str = "ampfuse") -> None:
         import ampfuse
@@ -117,16 +111,9 @@ class Ours(Route):
             flat = [param for param in params if param.ndim < 2]
             matrices = [param for param in params if param.ndim > 1]
             params = [{"params": matrices}, {"params": flat, "algorithm": "adamw"}]
-        self.optimizer = getattr(ampfuse.optim, case.optimizer)(
-            params,
-            max_grad_norm=MAX_NORM if case.clip else None,
-            **{
-                "master_weights": case.half,
-                "skip_nonfinite": None if case.clip else False,
-                **options,
-            },
-            **OPTIONS[case.optimizer],
-        )
+        options = {"master_weights": case.half, **options, **OPTIONS[case.optimizer]}
+        options |= {"max_grad_norm": MAX_NORM} if case.clip else {"skip_nonfinite": False}
+        self.optimizer = getattr(ampfuse.optim, case.optimizer)(params, **options)
         if name in METER:
             self.optimizer.meter(history=1, **METER[name])
         self.bytes_per_param = float(step_bytes)
@@ -137,18 +124,15 @@ class Ours(Route):
 
 
 class Theirs(Route):
-    """Optimizers by somebody else, with what torch has around them: ``torch.amp.GradScaler``
-    and ``torch.nn.utils.clip_grad_norm_``.
+    """Other optimizers, with ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_``.
 
-    In half cases they step FP32 masters: half gradients are copied into the masters', and the
-    masters into half weights. A hand-made O2 does so, and ``torch.amp`` too: FP32 parameters are
-    its masters, autograd casts the gradient of each half weight to FP32, and autocast casts the
-    weights again.
+    In half cases they step FP32 masters: half gradients are copied into the masters' gradients, and
+    the masters into half weights, as in ``torch.amp`` or a hand-made O2.
 
     Arguments:
-        make: the optimizers, of the parameters to step.
-        on_half: they keep what they need beside half parameters. No scaler drives them: they are
-            given gradients without a scale, less work than ours.
+        make: returns the optimizers of the parameters to step.
+        on_half: they step half parameters. They get gradients without a scale, which is less work
+            than ours.
     """
 
     def __init__(
@@ -187,7 +171,7 @@ class Theirs(Route):
 
 
 def _muon_and_adamw(masters: list[Any]) -> list[torch.optim.Optimizer]:
-    """Torch's Muon takes matrices alone: it is given views of convolutions."""
+    """Torch's Muon takes matrices alone, so it gets views of convolutions."""
     matrices = []
     for master in (master for master in masters if master.ndim > 1):
         matrices.append(nn.Parameter(master.detach().flatten(1)))
@@ -199,14 +183,14 @@ def _muon_and_adamw(masters: list[Any]) -> list[torch.optim.Optimizer]:
 
 @dataclass(frozen=True)
 class Peer:
-    """A route by somebody else.
+    """A route of another library.
 
     Attributes:
         optimizer: "module:class", imported where it is measured.
-        options: beside `OPTIONS`.
+        options: in addition to `OPTIONS`.
         on_half: see :class:`Theirs`.
         compiled: by torch.compile; lr is a tensor, so that a schedule would not compile again.
-        agrees: arrives at ampfuse's weights (an optimizer with 8-bit moments does not).
+        agrees: whether it arrives at ampfuse's weights (8-bit moments do not).
     """
 
     optimizer: str
@@ -261,10 +245,8 @@ _COMPILED_AT_MOST = {"cpu": 50, "cuda": 300}
 
 
 def peers(case: Case, device: torch.device, compiled: bool = True) -> dict[str, Peer]:
-    """The peers of a case, installed or not, by what their rows are called.
-
-    `compiled`: also what torch.compile makes, where that is a matter of seconds.
-    """
+    """The peers of a case, installed or not, by the names of their rows; `compiled`: also with
+    torch.compile, if that takes seconds only."""
     on_gpu, ours = device.type == "cuda", f"torch.optim:{case.optimizer}"
     if case.optimizer == "Muon":
         return {"torch": Peer(ours, agrees=False)}

@@ -1,4 +1,4 @@
-"""What ampfuse's commands share: a parser with short errors, types of arguments, a look at folders.
+"""What ampfuse's commands share: a parser with short errors, types of arguments, checks.
 
 Nothing heavy is imported: ``--help`` must not wait for torch.
 """
@@ -17,11 +17,11 @@ from typing import NoReturn
 
 
 class UsageError(Exception):
-    """A wrong request. The message is one line for the user; the exit status is 2."""
+    """A mistake of the user. The message is one line; the exit status is 2."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the forty lines of usage before it."""
+    """Prints errors in one line, without forty lines of usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
@@ -30,9 +30,9 @@ class OneLineParser(argparse.ArgumentParser):
 def run_alone(command: ModuleType, argv: list[str] | None = None) -> int:
     """Run `command`, a module with ``add_arguments`` and ``run``, on `argv` (None: ``sys.argv``).
 
-    Its docstring is the text of ``--help``. Returns the exit status.
+    The text of ``--help`` is its docstring. Returns the exit status.
     """
-    assert command.__spec__ is not None  # it is run by its name, as python -m does it
+    assert command.__spec__ is not None  # run by its name, as by python -m
     parser = OneLineParser(
         prog=f"python -m {command.__spec__.name}",
         description=command.__doc__,
@@ -44,16 +44,16 @@ def run_alone(command: ModuleType, argv: list[str] | None = None) -> int:
 
 
 def status_of(run: Callable[[], int], prog: str, left: str = "nothing was written") -> int:
-    """What `run` returns; what the user has to put right, and Ctrl-C, end in a line. The latter
-    says what is `left`."""
+    """Call `run` and return the exit status. Mistakes of the user and Ctrl-C print a line; `left`
+    says what the latter leaves."""
     try:
         return run()
     except (UsageError, OSError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2  # as of argparse
+        return 2  # as argparse
     except KeyboardInterrupt:
         print(f"\nInterrupted; {left}.", file=sys.stderr)
-        return 130  # what a shell reports for a process that Ctrl-C ended
+        return 130  # as a shell reports Ctrl-C
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -74,11 +74,11 @@ def positive(text: str) -> float:
 
 
 def check_writable(option: str, folder: Path) -> None:
-    """Raise UsageError if `folder` cannot take files; asked before hours are spent on them."""
+    """Raise UsageError if `folder` is not writable, before hours are spent on its files."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not nearest.is_dir():
         raise UsageError(f"{option}: {nearest} is not a folder")
-    try:  # permissions do not show read-only and full disks
+    try:  # permissions do not tell read-only and full disks
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(b"0")
     except OSError as error:
@@ -86,7 +86,7 @@ def check_writable(option: str, folder: Path) -> None:
 
 
 def check_installed(extra: str, *packages: str) -> None:
-    """Raise UsageError if some of the `packages`, which ampfuse's `extra` brings, are missing."""
+    """Raise UsageError if one of the `packages` of ampfuse's `extra` is missing."""
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         names = ", ".join(missing).replace("sklearn", "scikit-learn")
         raise UsageError(f"{names} not installed: pip install 'ampfuse[{extra}]'")

@@ -1,4 +1,4 @@
-"""Devices by name, as command lines give them, and their names as results print them."""
+"""Devices by name, and their names in results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ampfuse.command_line import UsageError
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name` ("auto", "cpu", "cuda", "cuda:N"), made current if it is a GPU.
+    """The device `name` ("auto", "cpu", "cuda", "cuda:N"); a GPU becomes the current one.
 
     Raises:
-        UsageError: there is no such device here. The message says what there is.
+        UsageError: there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,7 +34,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The model of the GPU, or that of the CPU with the number of threads torch uses."""
+    """The model of the GPU, or of the CPU with torch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""What is known of this machine without torch: its CPU, and how many cores there are."""
+"""The CPU of this machine and its cores, without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable
 
-# AMD's generation by family and model: in a virtual machine the name is "AMD EPYC" for all of them.
+# AMD's generation by family and model: in a virtual machine the name is always "AMD EPYC".
 _ZEN: dict[int, Callable[[int], str]] = {
     25: lambda model: "Zen 4" if model >> 4 in (1, 6, 7, 10) else "Zen 3",
     26: lambda model: "Zen 5",
@@ -24,23 +24,23 @@ def cpu_model() -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """The instruction sets the CPU announces, in Linux's names; empty where that is not known."""
+    """The instruction sets of the CPU, in Linux's names; empty if that is unknown."""
     info = _cpuinfo()
     return frozenset((info.get("flags") or info.get("Features") or "").split())
 
 
 def core_count() -> int:
-    """The cores this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_has_bf16() -> bool:
-    """True if the CPU multiplies BF16 numbers itself (AMX, AVX512-BF16, ARM's BF16)."""
+    """Whether the CPU has BF16 products (AMX, AVX512-BF16, ARM's BF16)."""
     return not cpu_flags().isdisjoint(("amx_bf16", "avx512_bf16", "bf16"))
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's entries of /proc/cpuinfo; empty where there is none."""
+    """The first processor's entries of /proc/cpuinfo; empty if there is no such file."""
     try:
         with open("/proc/cpuinfo") as file:
             first = file.read().split("\n\n")[0]

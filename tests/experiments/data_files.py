@@ -23,7 +23,7 @@ CIFAR = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 
 @pytest.fixture(autouse=True)
 def no_checksums(monkeypatch):
-    """torchvision takes files that are not the published ones, and downloads nothing."""
+    """torchvision accepts files other than the published ones, and downloads nothing."""
     utils = pytest.importorskip("torchvision").datasets.utils
 
     def no_network(*_args, **_options):
@@ -36,7 +36,7 @@ def no_checksums(monkeypatch):
 
 
 def noise(count: int, *shape: int, classes: int = 10) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes [count, *shape] and labels that every class is among, if there are enough."""
+    """Bytes [count, *shape], and labels that go through the classes."""
     random = np.random.default_rng(count)
     return random.integers(0, 256, (count, *shape), np.uint8), np.arange(count) % classes
 

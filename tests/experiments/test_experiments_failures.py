@@ -151,32 +151,25 @@ def test_wrong_use_is_one_line_and_changes_nothing(command, options, capsys):
     assert printed == "" or "make_" not in command
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("train cifar --data digits", "timm, tqdm, scikit-learn not installed: {}experiments]'"),
-        ("make_plot", "matplotlib not installed: {}experiments]'"),
-        ("demo", "scikit-learn, matplotlib, tqdm not installed: {}demo]'"),
-    ],
-)
-def test_without_the_extra_one_line_names_it(line, said, monkeypatch, capsys):
+def test_without_the_extra_one_line_names_it(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused(capsys, line, said.format("pip install 'ampfuse["))
+    for line, packages, extra in (
+        ("train cifar --data digits", "timm, tqdm, scikit-learn", "experiments"),
+        ("make_plot", "matplotlib", "experiments"),
+        ("demo", "scikit-learn, matplotlib, tqdm", "demo"),
+    ):
+        refused(capsys, line, f"{packages} not installed: pip install 'ampfuse[{extra}]'")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize(
-    ("folder", "said"),
-    [
+def test_a_folder_that_takes_no_files(name, capsys):
+    for folder, said in (
         ("file", "file is not a folder"),
         ("file/below", "file is not a folder"),
         ("/proc/none", "cannot write to /proc (No such file or directory)"),
         ("x" * 300, "File name too long"),
-    ],
-    ids=["file", "below a file", "proc", "long name"],
-)
-def test_a_folder_that_takes_no_files(name, folder, said, capsys):
-    refused(capsys, COMMANDS[name].format(folder), said)
+    ):
+        refused(capsys, COMMANDS[name].format(folder), said)
 
 
 @pytest.mark.parametrize(
@@ -235,34 +228,28 @@ def changed(part: str, **values):
 
 
 DAMAGED = "other.pt is damaged or not a checkpoint of this version"
+CHANGES = [
+    *((share, DAMAGED) for share in (0.0, 0.001, 0.5, 0.999)),  # cut off
+    (lambda whole: {"state_dict": {}}, DAMAGED),
+    (lambda whole: [1, 2], DAMAGED),
+    (lambda whole: torch.nn.Linear(2, 2), DAMAGED),  # is not plain data
+    (lambda whole: {**whole, "format": 1}, DAMAGED),
+    (changed("record", new=1), DAMAGED),
+    (changed("settings", model="vgg16"), "another run (model was 'vgg16', is now 'mlp')"),
+    (changed("model", **{"1.weight": torch.zeros(2)}), "1.weight"),
+    (changed("model", more=torch.zeros(2)), '"more"'),
+    (lambda whole: {**whole, "model": {}}, '"1.weight"'),
+]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
-def test_a_checkpoint_that_was_cut_off(share, saved, capsys):
-    Path("other.pt").write_bytes(saved.read_bytes()[: int(saved.stat().st_size * share)])
-    refused(capsys, f"{TRAIN} --resume other.pt", DAMAGED)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda whole: {"state_dict": {}}, DAMAGED),
-        (lambda whole: [1, 2], DAMAGED),
-        (lambda whole: torch.nn.Linear(2, 2), DAMAGED),  # not of plain data
-        (lambda whole: {**whole, "format": 1}, DAMAGED),
-        (changed("record", new=1), DAMAGED),
-        (changed("settings", model="vgg16"), "another run (model was 'vgg16', is now 'mlp')"),
-        (changed("model", **{"1.weight": torch.zeros(2)}), "1.weight"),
-        (changed("model", more=torch.zeros(2)), '"more"'),
-        (lambda whole: {**whole, "model": {}}, '"1.weight"'),
-    ],
-)
-def test_a_checkpoint_of_something_else(change, said, saved, capsys):
+def test_a_checkpoint_that_is_damaged_or_of_another_run(saved, capsys):
     whole = torch.load(saved, weights_only=True)
-    torch.save(change(whole), "other.pt")
-    refused(capsys, f"{TRAIN} --resume other.pt", "--resume: ", said)
-
-
-@pytest.mark.parametrize("path", ["missing.pt", ".", "file/below", "x" * 300])
-def test_a_checkpoint_that_is_no_file(path, capsys):
-    refused(capsys, f"{TRAIN} --resume {path}", f"--resume '{path}': ")
+    for change, said in CHANGES:
+        if callable(change):
+            torch.save(change(whole), "other.pt")
+        else:
+            content = saved.read_bytes()
+            Path("other.pt").write_bytes(content[: int(len(content) * change)])
+        refused(capsys, f"{TRAIN} --resume other.pt", "--resume: ", said)
+    for path in ("missing.pt", ".", "file/below", "x" * 300):
+        refused(capsys, f"{TRAIN} --resume {path}", f"--resume '{path}': ")

@@ -21,9 +21,8 @@ from ampfuse.experiments import cifar, imagenet, settings
 from ampfuse.experiments.distributed import World, gathered
 from programs import python, started
 
-# Command lines, one after the other in one process group: what a process imports takes seconds, and
-# so do collections of garbage, of which a run asks for two, that look at all of that. "*" is the
-# checkpoint there. The network is an eighth as wide, as what counts is not its size.
+# Runs command lines, one after another, in one process group: imports and garbage collections take
+# seconds. "*" is the checkpoint there. The network has an eighth of its width.
 SEVERAL = """
 import gc, glob, json, sys
 import torch, torchvision
@@ -56,7 +55,7 @@ end()
 
 @pytest.fixture(scope="module")
 def line(tmp_path_factory) -> str:
-    """Trains on 96 images, tests on 13, which two processes cannot halve."""
+    """Trains on 96 images and tests on 13, an odd number for two processes."""
     folder = tmp_path_factory.mktemp("imagenet")
     data_files.write_imagenet(folder, each=32, test_each=4)
     extra = folder / "val" / "n01" / "more.png"
@@ -84,7 +83,7 @@ class Trained(NamedTuple):
 
 
 def run_by_two(lines: list[tuple[str, int]], folder: Path) -> Trained:
-    """`lines` with the exit status that each has to have."""
+    """Run `lines`, each with its expected exit status."""
     ends = [program.wait() for program in started(2, "-c", SEVERAL, json.dumps(lines))]
     for end in ends:
         assert end.returncode == 0, end.stderr
@@ -164,24 +163,24 @@ def test_other_scripts_train_in_one_process(monkeypatch, capsys, tmp_path):
     assert imagenet.SCRIPT.distributed
 
 
-def test_an_exception_ends_the_group_and_shards_the_model_again(monkeypatch):
+@pytest.mark.parametrize("error", [None, KeyError("in the block")])
+def test_an_exception_ends_the_group_and_shards_the_model_again(error, monkeypatch):
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     monkeypatch.setattr(dist, "init_process_group", partial(dist.init_process_group, **alone))
-    for error in (None, KeyError("in the block")):
-        caught = pytest.raises(KeyError) if error else contextlib.nullcontext()
-        with caught, World(size=2).connected(torch.device("cpu")):
-            model = fully_shard(nn.Linear(4, 4))
-            with gathered(model):
-                assert not isinstance(model.weight, DTensor)
-                if error:
-                    raise error
-        assert isinstance(model.weight, DTensor)
-        assert not dist.is_initialized()
+    caught = pytest.raises(KeyError) if error else contextlib.nullcontext()
+    with caught, World(size=2).connected(torch.device("cpu")):
+        model = fully_shard(nn.Linear(4, 4))
+        with gathered(model):
+            assert not isinstance(model.weight, DTensor)
+            if error:
+                raise error
+    assert isinstance(model.weight, DTensor)
+    assert not dist.is_initialized()
 
 
 @pytest.mark.slow
 def test_under_torchrun(line, tmp_path):
-    """Which ends the others when one process fails; its line says why."""
+    """It ends all processes when one fails, whose line says why."""
     launcher = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint"
     launcher += " localhost:0 -m ampfuse.experiments.imagenet"
     words = f"{launcher} {line} --arm O2 --iterations 4".split()

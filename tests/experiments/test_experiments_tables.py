@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import math
 from importlib import resources
 
 import pytest
@@ -10,14 +9,15 @@ import pytest
 from ampfuse.experiments import make_plot, make_table, results
 from experiment_results import ResultFolder, divergence
 
-# Column of the published CSVs, by the header of the table's.
+# Column of the published CSVs, by the header of the table.
 COLUMNS = {
-    **{"environment": "platform", "GPU": "gpu", "model": "model", "method": "method"},
-    **{"optimizer": "optimizer", "batch size": "batch_size", "iterations": "iterations"},
-    **{"epochs": "epochs", "time, s": "time_s", "images/s": "images_per_s"},
-    **{"min": "images_per_s_min", "max": "images_per_s_max", "memory, MB": "memory_mb"},
-    **{"accuracy, %": "accuracy_pct", "loss last": "loss_last", "loss mean": "loss_mean"},
-    **{"n": "n", "note": "note"},
+    **{"environment": "platform", "GPU": "gpu", "batch size": "batch_size", "time, s": "time_s"},
+    **{"images/s": "images_per_s", "min": "images_per_s_min", "max": "images_per_s_max"},
+    **{"memory, MB": "memory_mb", "accuracy, %": "accuracy_pct"},
+    **{"loss last": "loss_last", "loss mean": "loss_mean"},
+    **{
+        name: name for name in ("model", "method", "optimizer", "iterations", "epochs", "n", "note")
+    },
 }
 
 
@@ -30,8 +30,7 @@ def folder(tmp_path, monkeypatch) -> ResultFolder:
 def parsed(markdown: str) -> list[dict[str, str]]:
     """The table's cells, by column."""
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
-    split = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
-    header, rule, *rows = split
+    header, rule, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
     assert {cell.strip("-") for cell in rule} == {""}
     return [dict(zip(header, row, strict=True)) for row in rows]
 
@@ -45,12 +44,11 @@ def own(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [row for row in rows if row["source"] == "measured here"]
 
 
-def same(cell: str, text: str) -> bool:
-    """Equal as numbers, or as words."""
+def number(text: str) -> float | str:
     try:
-        return math.isclose(float(cell), float(text), rel_tol=1e-9)
+        return float(text)
     except ValueError:
-        return cell == text
+        return text
 
 
 @pytest.mark.parametrize("recipe", results.RECIPES)
@@ -65,8 +63,9 @@ def test_published_cells_are_the_csv(recipe, folder, capsys):
         assert {*line} <= {n + end for n in names for end in ("", "_mean", "_std")}
         for header, name in COLUMNS.items():
             mean, _, deviation = row.get(header, "").partition(" ± ")
-            assert same(mean, line.get(name, line.get(f"{name}_mean", ""))), (header, row)
-            assert same(deviation, line.get(f"{name}_std", "")), (header, row)
+            expected = line.get(name, line.get(f"{name}_mean", ""))
+            assert number(mean) == number(expected), (header, row)
+            assert number(deviation) == number(line.get(f"{name}_std", "")), (header, row)
 
 
 def test_e1_has_means_and_deviations_of_own_runs(folder, capsys):
@@ -100,16 +99,15 @@ def test_e2_tells_why_a_level_diverged_and_labels_what_differs(folder, capsys):
         {"iterations": 6, "epochs": 6 / 390, "batch_size": 16},
     ):
         folder.add(**of_e2 | changes)
-    short, graphed, sound, diverged = own(printed(capsys, "e2"))
-    assert (sound["time, s"], sound["epochs"], sound["accuracy, %"]) == ("1234", "10", "41")
-    assert sound["note"] == "re-enactment"
-    assert diverged["method"] == "O3"
-    assert (diverged["time, s"], diverged["accuracy, %"]) == ("", "")
-    assert diverged["memory, MB"] == "4347"
-    assert diverged["note"] == "re-enactment; diverged in step 31: the training loss became nan"
-    assert "nan" not in {cell for row in (sound, diverged) for cell in row.values()}
-    assert graphed["note"] == "re-enactment; graph"
-    assert (short["iterations"], short["epochs"]) == ("6", "0.01538")
+    columns = ("method", "iterations", "epochs", "time, s", "accuracy, %", "memory, MB", "note")
+    found = [[row[name] for name in columns] for row in own(printed(capsys, "e2"))]
+    note = "re-enactment; diverged in step 31: the training loss became nan"
+    assert found == [
+        ["FP32", "6", "0.01538", "1234", "41", "1500", "re-enactment"],
+        ["FP32", "3900", "10", "1234", "41", "1500", "re-enactment; graph"],
+        ["O2", "3900", "10", "1234", "41", "1500", "re-enactment"],
+        ["O3", "3900", "10", "", "", "4347", note],
+    ]
 
 
 def test_e4_has_mean_min_and_max(folder, capsys):
@@ -118,9 +116,8 @@ def test_e4_has_mean_min_and_max(folder, capsys):
         speeds = {"images_per_s_min": 300.0 - n, "images_per_s_max": 350.0 + n}
         folder.add(repeat=n, images_per_s=mean, loss_last=5.0, loss_mean=5.5, **net, **speeds)
     (row,) = own(printed(capsys, "e4"))
-    assert row["images/s"] == "332 ± 2.8"
-    assert (row["min"], row["max"]) == ("299", "351")
-    assert (row["loss last"], row["loss mean"]) == ("5 ± 0", "5.5 ± 0")
+    expected = {"images/s": "332 ± 2.8", "min": "299", "max": "351"}
+    assert (expected | {"loss last": "5 ± 0", "loss mean": "5.5 ± 0"}).items() <= row.items()
 
 
 @pytest.mark.parametrize("others", [[], ["e2", None]], ids=["none", "of other recipes"])
@@ -129,8 +126,7 @@ def test_without_results_of_the_recipe_published_rows_are_printed(others, folder
         folder.add(recipe=recipe)
     assert make_table.main(["e1"]) == 0
     said = capsys.readouterr()
-    assert len(parsed(said.out)) == 45
-    assert own(parsed(said.out)) == []
+    assert [row["source"] for row in parsed(said.out)] == ["published"] * 45
     assert "results: no results of e1" in said.err
     assert "ampfuse train cifar --recipe e1" in said.err
     assert said.err.count("\n") == 1
@@ -167,37 +163,22 @@ def test_tables_and_figures_choose_the_same_runs(flags, chosen, folder):
     assert [int(row["runs"][0]["finished"][17:19]) for row in own] == chosen
 
 
-def test_cells_hold_no_column_separators(folder, capsys):
-    what = divergence() | {"reason": "a | b\nc"}
-    folder.add(method="FP16", arm="O2", diverged=what)
-    assert make_table.main(["e1"]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "diverged" in line)
-    assert r"a \| b c" in line
-
-
-# ---- CSV -----------------------------------------------------------------------------------------
-
-
 def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     folder.add_repeats([5.0, 6.0, 7.0])
-    why = divergence() | {"reason": "two\nlines"}
+    why = divergence() | {"reason": "two | parts\nlines"}
     folder.add(method="O3", arm="O3", diverged=why, torch="2.15.0")
     path = tmp_path / "new" / "e1.csv"
-    rows = printed(capsys, "e1", "--csv", str(path))
-    assert len(own(rows)) == 2
+    assert make_table.main(["e1", "--csv", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("measured here" in line for line in lines) == 2
+    assert any(r"two \| parts lines" in line for line in lines)
     text = path.read_text()
     assert text.count("\n") == 3
     sound, diverged = csv.DictReader(text.splitlines())
     expected = {
         **{"source": "measured", "recipe": "e1", "gpu": "T4", "device": "Tesla T4"},
-        **{"method": "FP32", "arm": "fp32", "batch_size": "128", "data": "synthetic"},
-        **{
-            "loader": "resident",
-            "graph": "False",
-            "time_s_mean": "6.0",
-            "time_s_std": "1.0",
-            "n": "3",
-        },
+        **{"method": "FP32", "arm": "fp32", "batch_size": "128", "data": "synthetic", "n": "3"},
+        **{"loader": "resident", "graph": "False", "time_s_mean": "6.0", "time_s_std": "1.0"},
         **{"torch": "2.14.1", "ampfuse": "0.1.0", "cuda": "13.0", "diverged": "0"},
         **{"memory_kind": "max_memory_allocated", "date": "2026-11-21T04:00:03+00:00"},
     }
@@ -205,5 +186,5 @@ def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     assert float(sound["memory_mb_mean"]) == 1500
     assert float(sound["accuracy_pct_mean"]) == pytest.approx(41)
     assert (diverged["time_s_mean"], diverged["diverged"]) == ("", "1")
-    assert "two lines" in diverged["note"]
+    assert "two | parts lines" in diverged["note"]
     assert diverged["torch"] == "2.15.0"

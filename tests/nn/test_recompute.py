@@ -10,7 +10,7 @@ from torch import nn
 
 import ampfuse
 from ampfuse import amp
-from ampfuse.measuring import TensorMemory
+from ampfuse.measuring import tensor_memory
 from ampfuse.nn import BatchNormAct2d, fuse, recompute_norms
 from cases import on_a_side_stream
 from conftest import nn_ops
@@ -92,7 +92,7 @@ def test_memory_of_a_net_and_equal_steps(hardware):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
         for _ in range(2):
-            with TensorMemory(hardware) as peak:
+            with tensor_memory(hardware) as peak:
                 with recompute(recomputed):
                     loss = model(x).float().square().mean()
                 with amp.scale_loss(loss, optimizer) as scaled:

@@ -1,4 +1,4 @@
-"""The benchmarks: they run, every route arrives at the same weights, and their arithmetic is right.
+"""The benchmarks run, every route arrives at the same weights, and their arithmetic is right.
 
 Nothing here asserts how long anything took.
 """
@@ -43,7 +43,7 @@ def load(monkeypatch):
 
 @pytest.fixture
 def here(load, monkeypatch):
-    """Workers are this process: what runs in them is what counts, not where."""
+    """Workers run in this process."""
     measuring = load("harness.measuring")
 
     class Here(measuring.Worker):
@@ -78,7 +78,7 @@ def main(load, monkeypatch):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """What is compiled is traced, and runs as it is."""
+    """torch.compile only traces."""
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, mode=None: compiled(call, backend="eager"))
     yield
@@ -98,16 +98,6 @@ def run_step(load, here, case, **options):
     return {row.variant: row for row in rows}
 
 
-# --- bytes ----------------------------------------------------------------------------------------
-
-
-def test_parameter_counts(load):
-    pytest.importorskip("torchvision")
-    cases = load("harness.cases")
-    for tensors, count in (("gpt2-medium", 354_823_168), ("resnet50", 25_557_032)):
-        assert cases.Case("AdamW", tensors, "bf16").params == count
-
-
 @pytest.mark.parametrize(
     ("optimizer", "precision", "does", "least"),
     [
@@ -119,7 +109,9 @@ def test_parameter_counts(load):
     ],
 )
 def test_bytes_of_a_step(load, optimizer, precision, does, least):
-    case = load("harness.cases").Case(optimizer, "2000x500", precision, does, quick=True)
+    cases = load("harness.cases")
+    assert cases.Case(optimizer, "gpt2-medium", precision).params == 354_823_168
+    case = cases.Case(optimizer, "2000x500", precision, does, quick=True)
     assert case.step_bytes == load("harness.routes").Ours(case, CPU).bytes_per_param == least
 
 
@@ -133,9 +125,6 @@ def test_rows(load):
     assert (ours.share_of_copy, copy.share_of_copy) == (0.5714, 1.0)
     assert math.isnan(peer.gb_per_s)
     assert (ours.peer, peer.peer) == ("", "package 1.0")
-
-
-# --- measuring ------------------------------------------------------------------------------------
 
 
 class FakeClock:
@@ -201,33 +190,24 @@ def test_a_worker_measures_where_ampfuse_is_not(load):
             worker.variant(importlib.import_module, "ampfuse")
 
 
-def test_new_rows_stand_where_those_of_the_same_key_did(load, tmp_path):
+def test_new_rows_replace_those_of_the_same_key(load, tmp_path):
+    """In their order, or where they were; rows of arms that a case no longer has go."""
     results = load("harness.results")
     path = tmp_path / "new" / "rows.csv"
-
-    def put(case, milliseconds):
-        times = {"ampfuse": [milliseconds] * 2}
-        rows = results.rows_of(CPU, times, case=case, bytes_per_param={"ampfuse": 1.0})
-        results.put(path, rows, lambda row: row.case, ["a, 1", "b"])
-
     for case, milliseconds in (("b", 1.0), ("other", 2.0), ("a, 1", 3.0), ("b", 4.0)):
-        put(case, milliseconds)
+        rows = results.rows_of(CPU, {"ampfuse": [milliseconds] * 2}, case=case)
+        results.put(path, rows, lambda row: row.case, ["a, 1", "b"])
     found = [(row.case, row.median_ms) for row in results.read(path)]
     assert found == [("a, 1", 3.0), ("b", 4.0), ("other", 2.0)]
 
-
-def test_a_run_of_some_cases_leaves_the_others_rows(load, tmp_path):
-    """In their places, and none of an arm that the case no longer has."""
-    results = load("harness.results")
     options = SimpleNamespace(csv=tmp_path / "rows.csv", only=[""])
-
-    def run(*cases):
-        run = results.Results(options)
-        for case, times in cases:
-            run.add(results.rows_of(CPU, times, case=case))
-
-    run(("a", {"O5": [1.0], "O4": [2.0]}), ("b", {"O5": [3.0]}))
-    run(("c", {"O5": [4.0]}), ("a", {"O5": [5.0]}), ("a", {"FP32": [6.0]}))
+    for run in (
+        [("a", {"O5": [1.0], "O4": [2.0]}), ("b", {"O5": [3.0]})],
+        [("c", {"O5": [4.0]}), ("a", {"O5": [5.0]}), ("a", {"FP32": [6.0]})],
+    ):
+        added = results.Results(options)
+        for case, times in run:
+            added.add(results.rows_of(CPU, times, case=case))
     found = [(row.case, row.variant, row.median_ms) for row in results.read(options.csv)]
     assert found == [("a", "O5", 5), ("a", "FP32", 6), ("b", "O5", 3), ("c", "O5", 4)]
 
@@ -241,9 +221,6 @@ def test_a_csv_without_the_newer_columns_is_read(load, tmp_path):
     (row,) = load("harness.results").read(old)
     assert (row.case, row.threads, row.median_ms, row.device) == ("c", 2, 2.5, "cpu")
     assert math.isnan(row.share_of_copy)
-
-
-# --- step.py --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -275,17 +252,19 @@ def test_every_route_takes_the_same_step(load, here, capsys, line):
     assert rows["ampfuse"].bytes_per_param == case.step_bytes
 
 
-def test_muon_has_its_products_and_their_peak_for_bounds(load, here):
+@pytest.mark.parametrize(
+    ("optimizer", "tensors", "options", "wanted"),
+    [
+        ("Muon", "resnet18", {}, {"ampfuse", "torch", "products", "peak"}),
+        ("AdamW", "2000x500", {"modes": True, "meter": True}, None),
+    ],
+)
+def test_bounds_of_muon_and_variants_of_ours(load, here, optimizer, tensors, options, wanted):
     pytest.importorskip("torchvision")
-    case = load("harness.cases").Case("Muon", "resnet18", "bf16", quick=True)
-    assert set(run_step(load, here, case)) == {"ampfuse", "torch", "products", "peak"}
-
-
-def test_modes_and_metered_steps_are_variants_of_ours(load, here):
-    case = load("harness.cases").Case("AdamW", "2000x500", "bf16", quick=True)
+    case = load("harness.cases").Case(optimizer, tensors, "bf16", quick=True)
+    found = set(run_step(load, here, case, **options))
     routes = load("harness.routes")
-    rows = run_step(load, here, case, modes=True, meter=True)
-    assert {*routes.MODES, *routes.METER} < set(rows)
+    assert found == wanted if wanted else {*routes.MODES, *routes.METER} < found
 
 
 def test_a_compiled_optimizer_is_a_route_of_few_tensors(load, monkeypatch):
@@ -352,9 +331,6 @@ def test_every_case_has_its_own_name(load):
     for device in ("cpu", "cuda"):
         found = cases.cases(device, wide=True) + cases.host_cases(device)
         assert len({case.name for case in found}) == len(found)
-
-
-# --- the host's time ------------------------------------------------------------------------------
 
 
 def test_steps_of_the_host(main, here, tmp_path):
@@ -439,9 +415,6 @@ def test_new_gradients_are_other_tensors(load):
             torch.testing.assert_close(gradient, value)
 
 
-# --- layers.py, quality.py ------------------------------------------------------------------------
-
-
 SMALL_LAYERS = ("norm-8-4", "norm-16-4-residual", "rows-96", "rms-768", "gelu_tanh-3072")
 
 
@@ -493,15 +466,13 @@ def test_a_run_is_a_curve_with_the_trained_net_at_its_end(load, monkeypatch, tmp
 def test_an_arm_is_within_the_spread_of_the_first_ones_seeds(load):
     quality = load("quality")
     conditions = dict.fromkeys(("hardware", "torch", "ampfuse", "date"), "")
-
-    def rows(arm, *losses):
-        return [
-            quality.Row(task="t", arm=arm, seed=seed, test_loss=loss, **conditions)
-            for seed, loss in enumerate(losses)
-        ]
-
-    found = [*rows("first", 1.0, 2.0, 3.0), *rows("at", 4.0, 4.0, 4.0), *rows("above", 4.0, 4.1)]
-    assert quality.table(found) == [
+    losses = {"first": (1.0, 2.0, 3.0), "at": (4.0, 4.0, 4.0), "above": (4.0, 4.1)}
+    rows = [
+        quality.Row(task="t", arm=arm, seed=seed, test_loss=loss, **conditions)
+        for arm, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+    assert quality.table(rows) == [
         "| task | arm | test loss | losses within the spread |",
         "|---|---|---|---|",
         "| t | first | 2 (1 to 3) | yes |",
@@ -510,44 +481,32 @@ def test_an_arm_is_within_the_spread_of_the_first_ones_seeds(load):
     ]
 
 
-# --- what is published ----------------------------------------------------------------------------
-
-
 def documented(page, header):
     """The lines of the table in a page of docs/ that starts with `header`."""
     text = (ROOT / "docs" / page).read_text()
     return text[text.index(header) :].split("\n\n")[0].splitlines()
 
 
-def test_the_documentation_has_the_table_of_the_csv(load):
-    lines = load("report").steps_table(load("harness.results").read(RESULTS / "step_cpu.csv"))
+def test_the_documentation_has_the_tables_of_the_csvs(load):
+    """Where no comment names a CSV."""
+    results, quality = load("harness.results"), load("quality")
+    lines = load("report").steps_table(results.read(RESULTS / "step_cpu.csv"))
     assert documented("benchmarks.md", "| step | threads |") == lines
+    for page, file in (("benchmarks", "fused_accuracy"), ("frameworks", "frameworks_epyc")):
+        rows = results.read(RESULTS / f"{file}.csv", quality.Row)
+        assert documented(f"{page}.md", "| task | arm |") == quality.table(rows)
 
 
 def test_a_csv_fills_in_where_a_comment_names_it(load, tmp_path):
-    """Nothing else of the page changes."""
-    results, report = load("harness.results"), load("report")
-    page = ROOT / "docs" / "benchmarks.md"
-    found = tmp_path / "page.md"
-    found.write_text(page.read_text())
-    rows = results.rows_of(CPU, {"fused": [20.0] * 3}, case="b")
-    for name in ("layers_cuda.csv", "layers_cuda.csv", "other.csv"):
-        results.write(tmp_path / name, rows)
-        report.fill(found, tmp_path / name)
-    head, _, tail = page.read_text().partition("<!-- layers_cuda.csv -->\n")
-    new = found.read_text()
-    assert new.startswith(head)
-    assert new.endswith(tail[tail.index("<!-- end -->") :])
-    assert new.count("| b | 20.0 (20.0-20.0) |") == 1
-
-
-@pytest.mark.parametrize(
-    ("page", "file"), [("benchmarks.md", "fused_accuracy"), ("frameworks.md", "frameworks_epyc")]
-)
-def test_the_documentation_has_the_losses_of_the_csv(load, page, file):
-    quality = load("quality")
-    rows = load("harness.results").read(RESULTS / f"{file}.csv", quality.Row)
-    assert documented(page, "| task | arm |") == quality.table(rows)
+    results, page = load("harness.results"), tmp_path / "page.md"
+    text = "Before.\n<!-- a.csv -->\n{}<!-- end -->\n\nAfter.\n<!-- end -->\n"
+    page.write_text(text.format("old\n"))
+    for name in ("a.csv", "a.csv", "other.csv"):
+        results.write(tmp_path / name, results.rows_of(CPU, {"fused": [20.0] * 3}, case="b"))
+        load("report").fill(page, tmp_path / name)
+    head, table, tail = re.split(r"(?<=a.csv -->\n)|(?=<!-- end -->\n\n)", page.read_text())
+    assert head + tail == text.format("")
+    assert table.count("| b | 20.0 (20.0-20.0) |") == 1
 
 
 def test_shell_scripts_parse():
@@ -555,30 +514,22 @@ def test_shell_scripts_parse():
         subprocess.run(["bash", "-n", script], check=True)
 
 
-def calls_of_the_gate():
-    """{call: {part: seconds}}"""
-    script = (BENCHMARKS / "gpu_gate.sh").read_text()
-    found = re.findall(r'^  \[(\d)\]="(.*)"$', script, re.MULTILINE)
-    return {
-        call: {name: int(s) for name, s in (part.split(":") for part in parts.split())}
-        for call, parts in found
-    }
+GATE = (BENCHMARKS / "gpu_gate.sh").read_text()
+CALLS = dict(re.findall(r'^  \[(\d)\]="(.*)"$', GATE, re.MULTILINE))
 
 
 def test_the_gate_runs_benchmarks_that_exist():
-    gate = (BENCHMARKS / "gpu_gate.sh").read_text()
-    names = set(re.findall(r"\bmeasure (\w+) \w+_cuda", gate))
-    assert {"step", "layers", "nets"} <= names
-    assert all((BENCHMARKS / f"{name}.py").exists() for name in names)
+    names = set(re.findall(r"\bmeasure (\w+) \w+_cuda", GATE))
+    assert {"step", "layers", "nets"} <= names <= {*SCRIPTS}
 
 
 @pytest.fixture
 def gate(tmp_path):
-    """gate(*parts, **environment): runs the script where every tool does nothing, and says so."""
+    """gate(*parts, **environment) runs the script with tools that only print their arguments."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    # What the stand-ins do: "fail NAME" fails, "hang NAME" does not end, of any of their arguments.
-    # What they are told to make is there then, and what a program is to run must be.
+    # They fail or hang where an argument is in FAIL or HANG, make the files that they should make,
+    # and check that the program they should run exists.
     stand_in = """#!/bin/sh
         for word in $FAIL; do case "$(basename "$0") $*" in *$word*) exit 3 ;; esac; done
         for word in $HANG; do case "$(basename "$0") $*" in *$word*) sleep 60 ;; esac; done
@@ -614,11 +565,11 @@ def gate(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("call", ["1", "2", "3", "4"])
+@pytest.mark.parametrize("call", CALLS)
 def test_each_call_of_the_gate_runs_its_parts_in_nine_minutes(gate, call):
-    parts = calls_of_the_gate()[call]
-    assert sum(parts.values()) <= 9 * 60
-    assert list(parts)[:2] == ["machine", "build"]  # it may be another machine than the last's
+    parts = dict(part.split(":") for part in CALLS[call].split())
+    assert sum(map(int, parts.values())) <= 9 * 60
+    assert list(parts)[:2] == ["machine", "build"]  # it may be another machine than before
     assert gate(call) == (0, dict.fromkeys(parts, "ok"))
 
 
@@ -627,10 +578,7 @@ def test_the_parts_of_calls_add_up_in_one_archive(gate):
     assert set(gate("host_time")[1]) == {*first, "host_time"}
 
 
-CORE_PARTS = ("core", "memcheck", "racecheck", "initcheck")
-
-
-@pytest.mark.parametrize("part", CORE_PARTS)
+@pytest.mark.parametrize("part", ["core", "memcheck", "racecheck", "initcheck"])
 def test_tests_of_the_core_are_compiled_or_brought_along(gate, tmp_path, part):
     assert gate(part) == (0, {part: "ok"})
     brought = tmp_path / "brought"
@@ -648,19 +596,14 @@ def test_a_wheel_may_be_brought_along(gate, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_fails_or_hangs_in_the_gate_keeps_no_other_from_running(gate):
-    code, found = gate("build:4", "tests:1", "machine", FAIL="cmake", HANG="faulthandler")
-    assert found == {"build": "FAILED", "tests": "TIMEOUT", "machine": "ok"}
-    assert code == 2
-
-
-@pytest.mark.slow
-def test_what_a_part_leaves_of_its_time_the_next_have(gate):
-    """And no more: the parts of a call end when the sum of their seconds is over."""
+def test_a_part_that_fails_or_hangs_does_not_stop_the_others(gate):
+    """Nor takes their time: what a part leaves of its own, the next ones have."""
     started = time.monotonic()
-    _, found = gate("machine:2", "tests:1", "stress:1", HANG="faulthandler")
-    assert found == {"machine": "ok", "tests": "TIMEOUT", "stress": "TIMEOUT"}
-    assert 3 < time.monotonic() - started < 20
+    parts = ("machine:2", "build:4", "tests:1", "stress:1", "core")
+    code, found = gate(*parts, FAIL="cmake", HANG="faulthandler")
+    expected = {"machine": "ok", "build": "FAILED", "tests": "TIMEOUT", "stress": "TIMEOUT"}
+    assert (code, found) == (4, expected | {"core": "FAILED"})
+    assert 7 < time.monotonic() - started < 24
 
 
 def test_what_is_not_there_is_skipped(gate, tmp_path):

@@ -1,4 +1,4 @@
-"""The experiments: published mixed-precision benchmarks, re-run at every level and plotted.
+"""Published mixed-precision benchmarks, re-run at every level and plotted.
 
     python -m ampfuse.experiments.cifar       VGG16, Wide-ResNet, SE-ResNeXt50, DenseNet161 (E1-E3)
     python -m ampfuse.experiments.imagenet    ResNet-18 and 50 (E4), also under torchrun
@@ -6,11 +6,9 @@
     python -m ampfuse.experiments.mlp         a three-layer perceptron (E5)
     python -m ampfuse.experiments.demo        handwritten digits at O0 to O5
     python -m ampfuse.experiments.make_plot   figures of their results
-    python -m ampfuse.experiments.make_table  the published tables, own rows beside them
+    python -m ampfuse.experiments.make_table  the published tables, with measured rows
 
-Also ``ampfuse train cifar ...``, ``ampfuse demo`` and so on. A script says what was published. What
-all of them share is beside it: the command line (:mod:`settings`), the runs of a command with their
-clock, checkpoints and results (:mod:`run`), the model in its precision (:mod:`arms`), data.
+Or ``ampfuse train cifar ...``, ``ampfuse demo`` and so on.
 """
 
 SCRIPTS = ("cifar", "imagenet", "mnist", "mlp")  # of ``ampfuse train``

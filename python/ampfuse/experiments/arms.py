@@ -1,7 +1,6 @@
 """The arms of a comparison: the same training step in FP32, TF32, torch.amp and at O0 to O5.
 
-An arm holds model and optimizer and knows how to run forward, backward and step in its precision.
-What it tells of a step (loss scale, skipped or not) are device values: nothing here waits.
+A step returns tensors (loss, loss scale, skipped or not), so that it does not wait for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse import amp, half_ops
-from ampfuse.command_line import UsageError
 from ampfuse.experiments.settings import LEVELS, Settings
 from ampfuse.graphs import GraphedCall
 
@@ -25,34 +23,34 @@ _HALVES = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
 
 
 def build_arm(settings: Settings, model: nn.Module, loss_of: Loss, device: torch.device) -> Arm:
-    """Put `model` (FP32, on `device`) and a new optimizer for it into the arm of `settings`."""
-    # Else every FP32 convolution on an Ampere GPU would be TF32, torch's default.
+    """The arm of `settings`, with `model` (FP32, on `device`) and a new optimizer."""
+    # By default, torch computes FP32 convolutions in TF32 on an Ampere GPU.
     precision = "tf32" if settings.arm == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision
-    # torch's own for FP16 take a hundred times as long; a level sees to it itself.
+    # torch's FP16 kernels take a hundred times as long; a level enables ours itself.
     half_ops.use(device.type == "cpu" and settings.arm == "amp-fp16")
     kind = _Level if settings.arm in LEVELS else Arm
     return kind(settings, model, loss_of, device)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """To the targets; of images (digits, MNIST) the target is the class as a vector."""
+    """Mean squared error; the target of an image (digits, MNIST) is its class as a vector."""
     if not targets.is_floating_point():
         targets = F.one_hot(targets, outputs.shape[1]).to(outputs.dtype)
     return F.mse_loss(outputs, targets)
 
 
 class Arm:
-    """FP32, TF32, and ``torch.amp`` as its documentation has it: autocast, for FP16 a GradScaler.
+    """FP32, TF32, and ``torch.amp`` as documented: autocast, and a GradScaler for FP16.
 
     Attributes:
         step: ``step(inputs, targets)`` trains on one batch, as one CUDA graph if the settings say
-            so, and returns loss (unscaled), loss scale used, and 1 if the step was skipped, else 0:
+            so, and returns unscaled loss, loss scale, and 1 if the step was skipped, else 0:
             float32, 0-dim, on the device.
-        bare_model: `model` without what trains it in several processes.
-        scaler: the loss scaler, whose state checkpoints carry.
-        policy: what the arm decides of scaling, masters and batch norm, as JSON can say it.
+        bare_model: `model` without the wrapper for several processes.
+        scaler: the loss scaler.
+        policy: the arm's choices of scaling, masters and batch norms, as JSON.
     """
 
     policy: dict[str, Any]
@@ -61,8 +59,8 @@ class Arm:
         self.settings, self.loss_of, self.device = of, loss_of, device
         self.model = self.bare_model = model
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
-        # At a level ampfuse's takes its place. torch's fused SGD takes no shards. A captured step
-        # reads its rate from the device.
+        # A level replaces the optimizer by ampfuse's. torch's fused SGD does not support shards. A
+        # captured step reads its learning rate from the device.
         sharded_sgd = of.fsdp and of.optimizer == "sgd"
         fused = True if of.arm not in LEVELS and not sharded_sgd else None
         lr = torch.tensor(of.lr, device=device) if of.graph else of.lr
@@ -74,7 +72,7 @@ class Arm:
         self._set_up()
 
     def _set_up(self) -> None:
-        """Put model and optimizer, which are there, into the precision."""
+        """Convert model and optimizer to the precision."""
         settings = self.settings
         self._half = _HALVES.get(settings.arm)
         static = settings.loss_scale if isinstance(settings.loss_scale, float) else None
@@ -86,13 +84,13 @@ class Arm:
         )
         self.policy = {"loss_scale": static or "dynamic"} if self.scaler.is_enabled() else {}
         if self._half and settings.optimizer == "sgd" and settings.momentum:
-            # torch's fused SGD leaves the buffers of a skipped first step uninitialized, and uses
-            # them in the next. From zeros the first step comes out the same.
+            # torch's fused SGD leaves the buffers uninitialized if the first step is skipped, and
+            # uses them in the next. With zeros the first step gives the same result.
             for parameter in self.model.parameters():
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def set_lr(self, lr: float) -> None:
-        """Write `lr` into every group; into its tensor where a captured step reads that."""
+        """Set `lr` in every group; in its tensor, if a captured step reads that."""
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
@@ -122,7 +120,7 @@ class Arm:
         scaler.step(self.optimizer)
         if not scaler.is_enabled():
             return self._one, self._zero
-        # Public alternatives (get_scale, a look at the overflow flags) make the host wait.
+        # Public alternatives (get_scale, the overflow flags) make the host wait.
         scale = scaler._get_scale_async()
         assert scale is not None
         used = scale.clone()
@@ -130,8 +128,8 @@ class Arm:
         return used, (scale < used).float()
 
     def test(self, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
-        """Sum of the losses, right answers and number of the images in `batches`, by the bare
-        model in evaluation mode. Waits for the device."""
+        """Sum of the losses, correct answers and number of images of `batches`, in evaluation
+        mode. Waits for the device."""
         loss, right = torch.zeros(2, dtype=torch.float64, device=self.device)
         images = 0
         self.model.eval()
@@ -146,7 +144,7 @@ class Arm:
         return [loss.item(), right.item(), float(images)]
 
     def loss_scale(self) -> float:
-        """The present scale. Waits for the device."""
+        """Waits for the device."""
         return self.scaler.get_scale()
 
 
@@ -161,10 +159,7 @@ class _Level(Arm):
         options = {name: getattr(settings, name) for name in names}
         norms = any(isinstance(module, _BatchNorm) for module in model.modules())
         options |= {"opt_level": settings.arm, "verbosity": 0, "fuse": settings.fuse and norms}
-        try:
-            self.model, self.optimizer = amp.initialize(model, self.optimizer, **options)
-        except (RuntimeError, ValueError, AssertionError) as error:
-            raise UsageError(f"{settings.arm}: {error}") from error
+        self.model, self.optimizer = amp.initialize(model, self.optimizer, **options)
         session = self.optimizer._amp_session
         policy, self.scaler = session.policy, session.loss_scalers[0]
         self._scales = policy.model_is_low_precision or policy.loss_scale != 1.0
@@ -177,7 +172,7 @@ class _Level(Arm):
         if self.settings.clip is not None:
             amp.clip_grad_norm_(self.optimizer, self.settings.clip)
         self.optimizer.step()
-        if not self._scales:  # then nothing is noted
+        if not self._scales:
             return self._one, self._zero
         last = self.optimizer.last_step
         return last.loss_scale, last.skipped

@@ -1,10 +1,8 @@
-"""CIFAR-10: VGG16, Wide-ResNet, SE-ResNeXt50 and DenseNet161 in FP32, torch.amp and O0 to O5.
+"""CIFAR-10: VGG16, Wide-ResNet, SE-ResNeXt50 and DenseNet161 (E1 to E3 of docs/experiments.md).
 
-    python -m ampfuse.experiments.cifar --recipe e1 --arm fp32 O1 O2 --batch-size 128 256 512
-    python -m ampfuse.experiments.cifar --recipe e2 --arm O0 O1 O2 O3
-    python -m ampfuse.experiments.cifar --GPU V100 --mode FP16 --batch_size 128 --iteration 100
-
-E1 to E3 of docs/experiments.md.
+python -m ampfuse.experiments.cifar --recipe e1 --arm fp32 O1 O2 --batch-size 128 256 512
+python -m ampfuse.experiments.cifar --recipe e2 --arm O0 O1 O2 O3
+python -m ampfuse.experiments.cifar --GPU V100 --mode FP16 --batch_size 128 --iteration 100
 """
 
 from __future__ import annotations

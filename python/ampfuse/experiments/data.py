@@ -1,8 +1,7 @@
-"""Data of the experiments: MNIST, CIFAR-10 and ImageNet from files, digits and synthetic images.
+"""MNIST, CIFAR-10 and ImageNet from files, digits and synthetic images, as batches on the device.
 
-:func:`open_data` reads a run's settings and returns :class:`Data`: training and test batches on the
-device, normalised. One of two loaders makes them: worker processes, image by image, or the device
-itself, which holds the whole set as uint8.
+:func:`open_data` returns the :class:`Data` of a run. Its batches come from worker processes, image
+by image, or from the device, which holds the whole set as uint8.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 class DataError(UsageError):
-    """Data that is missing, damaged or too much. The message is one line: what, and what to do."""
+    """Data is missing, damaged or too large. The message is one line that says what to do."""
 
     def __init__(self, message: str) -> None:
         own = message.rpartition(f"{type(self).__name__}: ")[2]  # from a worker it has a traceback
         super().__init__(" ".join(own.split()))
 
 
-def generator(*what: object) -> torch.Generator:
-    """A CPU generator that depends on `what`, strings and integers, alone: the same numbers
-    whatever the device of the training."""
-    # Sums of seed and epoch would give one seed's second epoch to the next seed's first.
-    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+def generator(*key: object) -> torch.Generator:
+    """A CPU generator seeded by `key`, strings and integers, on any device of the training."""
+    # With a sum of seed and epoch, the second epoch of one seed would be the first of the next.
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
@@ -47,7 +45,7 @@ def generator(*what: object) -> torch.Generator:
 
 
 class Facts(NamedTuple):
-    """What is known of the images of a set; `mean` and `std` are per channel, as shares of 255."""
+    """Of the images of a set; `mean` and `std` are per channel, as shares of 255."""
 
     channels: int
     classes: int
@@ -77,7 +75,7 @@ def resized(images: Tensor, size: int) -> Tensor:
     """uint8 [n, channels, size, size]: bilinear, with antialiasing."""
     if images.shape[2:] == (size, size):
         return images
-    # On bytes: several times faster than by way of floats, and at most one of 255 off.
+    # On bytes: several times faster than on floats, and off by at most one of 255.
     return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
 
 
@@ -93,8 +91,7 @@ class ImageFiles:
 
         try:
             return pil_loader(self.paths[index])
-        # Damaged files make the decoders raise nearly anything.
-        except Exception as error:
+        except Exception as error:  # decoders raise nearly anything for damaged files
             said = f"{self.paths[index]}: cannot be read as an image ({error})"
             raise DataError(said) from error
 
@@ -105,7 +102,7 @@ class ImageSet(NamedTuple):
     facts: Facts
 
 
-# The title, what a folder has to hold, and what a download leaves there, which may be damaged.
+# Title, files that the folder must contain, and patterns of files that may be damaged.
 _FILES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mnist": (
         "MNIST",
@@ -119,14 +116,13 @@ _FILES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
-    """The published data set `kind` ("mnist", "cifar10" or "imagenet") out of `folder`. MNIST and
-    CIFAR-10 are downloaded if they are not there, and resized to `image_size`; ImageNet stays in
-    its files. Raises DataError: it is not there, damaged, or could not be downloaded."""
+    """The published data set `kind` ("mnist", "cifar10" or "imagenet") in `folder`. MNIST and
+    CIFAR-10 are downloaded if they are missing, and resized to `image_size`. Raises DataError if
+    the set is missing or damaged or cannot be downloaded."""
     place = Path(folder).expanduser()
     try:
         return _imagenet(place) if kind == "imagenet" else _small(kind, place, image_size)
-    # Damaged files make torchvision raise nearly anything, as they make it download others.
-    except Exception as error:
+    except Exception as error:  # torchvision raises nearly anything for damaged files
         title, expected, patterns = _FILES[kind]
         found = [str(path) for pattern in patterns for path in sorted(place.glob(pattern))]
         there = f"; delete these if they are damaged: {', '.join(found)}" if found else ""
@@ -163,7 +159,7 @@ def _imagenet(folder: Path) -> ImageSet:
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
     train = ImageFolder(folder / "train")
-    # By the numbers of train's classes: one without test images does not shift the others.
+    # Labels are those of train, also if a class has no test images.
     test = make_dataset(folder / "val", train.class_to_idx, IMG_EXTENSIONS, allow_empty=True)
     if not test:
         raise FileNotFoundError(f"{folder / 'val'} has no images of the classes in train")
@@ -173,8 +169,8 @@ def _imagenet(folder: Path) -> ImageSet:
 
 
 def digits(image_size: int) -> ImageSet:
-    """scikit-learn's: 1437 grey images to train and 360 to test, of 8x8 pixels, enlarged. The split
-    is fixed and stratified, so that runs with different seeds are tested on the same images."""
+    """scikit-learn's: 1437 grey images of 8x8 pixels to train and 360 to test, enlarged. The split
+    is fixed and stratified."""
     from sklearn import datasets
     from sklearn.model_selection import train_test_split
 
@@ -188,12 +184,12 @@ def digits(image_size: int) -> ImageSet:
     return ImageSet(*parts, Facts(1, 10, (mean.item(),), (std.item(),)))
 
 
-_TEST_BATCHES = 4  # of noise: their evaluation is for show
+_TEST_BATCHES = 4  # at most, of noise
 
 
 def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
-    """Noise in the shape of `kind`, of the seed alone: `synthetic_size` images to train, or a batch
-    per process if that is more; to test a quarter, or four batches per process if that is less."""
+    """Noise in the shape of `kind`: `synthetic_size` images to train, but at least a batch per
+    process; to test a quarter, but at most four batches per process."""
     facts, size = PUBLISHED[kind], settings.image_size
     together = settings.batch_size * world_size
     train_size = max(settings.synthetic_size, together)
@@ -215,19 +211,15 @@ _PADDING = 4  # black pixels around images that are cropped
 
 @dataclasses.dataclass(eq=False)
 class Data:
-    """Batches of one data set on one device; :func:`open_data` makes it.
+    """Batches of one data set on one device.
 
-    Nothing here touches torch's global random numbers. A loader has ``train_batches(epoch,
-    start=0)``, from number `start` on, and ``test_batches()``, this process's share, in order; the
-    last may be short. A batch is images, float32 [n, channels, image_size, image_size] on the
-    device, normalised, and labels, int64 [n]. The order depends on (seed, epoch) alone, and the
-    augmentation on the image or the batch beside: a run that goes on in the middle of an epoch sees
-    the same bits.
+    ``train_batches(epoch, start=0)`` begins at batch `start`; ``test_batches()`` has the share of
+    this process. A batch is images, float32 [n, channels, image_size, image_size], normalised, and
+    labels, int64 [n]. Order and augmentation depend on seed and epoch, not on torch's global random
+    numbers: a run that is resumed within an epoch sees the same bits.
 
-    Attributes:
-        classes, channels, image_size: of the images in the batches.
-        train_size, test_size: images over all processes.
-        batches_per_epoch: training batches of this process; all processes have as many.
+    `train_size` and `test_size` count images over all processes, `batches_per_epoch` the training
+    batches of each process.
     """
 
     settings: Settings
@@ -250,7 +242,6 @@ class Data:
                 f"--batch-size {settings.batch_size} is more than the "
                 f"{self.train_size // world_size} training images{of_each}: use a smaller one"
             )
-        # The test images of this process; no two processes share one.
         first, end = (self.test_size * part // world_size for part in (rank, rank + 1))
         self._test_share = range(first, end)
         self._augments = settings.augment and self.kind != "mnist"  # mirrored digits are not digits
@@ -265,16 +256,15 @@ class Data:
         self._prepare(images)
 
     def describe(self) -> dict[str, Any]:
-        """What was loaded, as JSON can say it; `workers` is null where there are none. Of a folder
-        one wants to know what it holds, not where it lies."""
+        """What result files say of the data: the contents of a folder, not its path."""
         of = self.settings
         found = {"kind": self.kind, "workers": of.workers if of.loader == "workers" else None}
         found |= {"train_size": self.train_size, "test_size": self.test_size}
         return {"data": of.data if of.data in MADE_UP else self.kind, **found}
 
     def _epoch_order(self, epoch: int) -> Tensor:
-        """Which images this process trains on in `epoch`: int64 [batches_per_epoch, batch_size].
-        All processes take turns, batch by batch, in one order of all images."""
+        """Indices of this process's images: int64 [batches_per_epoch, batch_size]. Processes take
+        turns, batch by batch."""
         order = torch.arange(self.train_size)
         if self.settings.shuffle:
             random = generator("order", self.seed, epoch)
@@ -289,9 +279,9 @@ def normalised(pixels: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 class ResidentData(Data):
-    """A batch is a gather and a normalisation on the device, for all its images at once. Order and
-    crops are drawn on the CPU and sent once per epoch; no batch makes the host wait. Augmented
-    images are crops out of the stored ones, padded by 4 black pixels, and mirrored at random."""
+    """A batch is a gather and a normalisation on the device. Order and crops are drawn on the CPU
+    and sent once per epoch; no batch makes the host wait. Augmentation crops the stored images,
+    padded by 4 black pixels, and mirrors them at random."""
 
     def _prepare(self, images: ImageSet) -> None:
         if isinstance(images.train, ImageFiles) or isinstance(images.test, ImageFiles):
@@ -304,7 +294,7 @@ class ResidentData(Data):
         self._scale, self._shift = self._scale.to(self.device), self._shift.to(self.device)
 
     def _stored(self, split: Pixels, which: slice) -> tuple[Tensor, Tensor]:
-        """uint8 [n, h, w, channels], so that a crop moves whole pixels, and the labels."""
+        """uint8 [n, h, w, channels], so that a crop copies whole pixels, and the labels."""
         images = split.images[which].permute(0, 2, 3, 1).contiguous()
         return images.to(self.device), split.labels[which].to(self.device)
 
@@ -315,7 +305,7 @@ class ResidentData(Data):
             random = generator("crops", self.seed, epoch, self.rank)
             top, left = torch.randint(2 * _PADDING + 1, (2, *order.shape), generator=random)
             drawn += [top, left, torch.randint(2, order.shape, generator=random).bool()]
-        if self.device.type == "cuda":  # else the copies below would wait for the device
+        if self.device.type == "cuda":  # unpinned copies would wait for the device
             drawn = [part.pin_memory() for part in drawn]
         drawn = [part.to(self.device, non_blocking=True)[start:] for part in drawn]
         for chosen, *crop in zip(*drawn, strict=True):
@@ -331,7 +321,7 @@ class ResidentData(Data):
         return ((self._finished(pixels), labels) for pixels, labels in parts)
 
     def _finished(self, pixels: Tensor) -> Tensor:
-        """uint8 [n, h, w, c] to what the network takes."""
+        """uint8 [n, h, w, c] to inputs of the network."""
         pixels = pixels.permute(0, 3, 1, 2).contiguous(memory_format=self._memory_format)
         return normalised(pixels, self._scale, self._shift)
 
@@ -339,28 +329,28 @@ class ResidentData(Data):
 def cropped(
     images: Tensor, size: int, chosen: Tensor, top: Tensor, left: Tensor, flip: Tensor
 ) -> Tensor:
-    """A crop of each of the images numbered `chosen`: uint8 [all, h, w, c] to [n, size, size, c].
-    `top` and `left`, int64 [n], say where the crops start; `flip`, bool [n], which are mirrored."""
+    """Crops of the images with indices `chosen`: uint8 [all, h, w, c] to [n, size, size, c]. `top`
+    and `left`, int64 [n], are the corners of the crops; `flip`, bool [n], mirrors them."""
     _, height, width, channels = images.shape
     steps = torch.arange(size, device=images.device)
     columns = torch.where(flip[:, None], size - 1 - steps, steps) + left[:, None]
     rows = (chosen * height + top)[:, None] + steps
     pixels = rows[:, :, None] * width + columns[:, None, :]
-    # On the CPU several times faster than indexing by images, rows and columns.
+    # Several times faster on the CPU than indexing by images, rows and columns.
     crops = images.view(-1, channels).index_select(0, pixels.view(-1))
     return crops.view(-1, size, size, channels)
 
 
 class WorkersData(Data):
-    """Batches whose images processes open, augment and normalise, one by one. Augmented images are
-    crops out of the image padded by 4 black pixels ("cifar10") or crops of random size and shape,
-    resized ("imagenet"), and mirrored at random. Each pass has processes of its own."""
+    """Worker processes open, augment and normalise images one by one. Augmentation crops the image
+    padded by 4 black pixels ("cifar10") or resizes crops of random size and shape ("imagenet"), and
+    mirrors them at random. Each pass starts its own processes."""
 
     def _prepare(self, images: ImageSet) -> None:
         from torchvision.transforms import v2
 
         size, self._images = self.image_size, images
-        plain = []  # images in memory have the size wanted already
+        plain = []  # images in memory are resized already
         if isinstance(images.train, ImageFiles):
             plain = [v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)]
         cifar = self.kind == "cifar10"
@@ -385,42 +375,42 @@ class WorkersData(Data):
             num_workers=self.settings.workers,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_ignore_interrupts,
-            generator=generator("loader"),  # else it draws a seed from torch's global one
+            generator=generator("loader"),  # otherwise it draws from torch's global generator
         )
         try:
             for images, labels in loader:
                 images = images.to(self.device, non_blocking=True)
                 labels = labels.to(self.device, non_blocking=True)
                 yield images.contiguous(memory_format=self._memory_format), labels
-        except DataError as error:  # its traceback would keep the processes alive
+        except DataError as error:  # with its traceback the processes would stay alive
             raise error.with_traceback(None) from None
 
 
 @dataclasses.dataclass
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Images by their number, transformed, and their labels. What is drawn for an image depends on
-    `draws`, which are seed and epoch, and on its number alone, whichever process draws."""
+    """Transformed images and their labels. The random numbers of an image depend on its index and
+    on `draws` (seed, epoch), not on the process."""
 
     split: Pixels | ImageFiles
     transform: Callable[[Any], Tensor]
     draws: tuple[int, int] = (0, 0)
 
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         with torch.random.fork_rng(devices=[]):
-            # Not torch.manual_seed, which would seed the GPUs too.
-            seed = generator("sample", *self.draws, number).initial_seed()
+            # torch.manual_seed would seed the GPUs too.
+            seed = generator("sample", *self.draws, index).initial_seed()
             torch.default_generator.manual_seed(seed)
-            return self.transform(self.split[number]), self.split.labels[number]
+            return self.transform(self.split[index]), self.split.labels[index]
 
 
 def _ignore_interrupts(worker: int) -> None:
-    # Ctrl-C reaches every process of the terminal; what it means is for the main one to decide.
+    # Ctrl-C reaches every process of the terminal; the main one handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class NormalFeatures(Data):
-    """What torch's AMP recipe trains its perceptron on: features and targets from a normal
-    distribution, float32 [b, 4096] each, drawn once, on the device. They come in one order."""
+    """Data of torch's AMP recipe: features and targets from a normal distribution, float32
+    [batch, 4096] each, on the device, in a fixed order."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.kind = settings, "features"
@@ -442,7 +432,7 @@ class NormalFeatures(Data):
         return iter(self._test)
 
 
-# Which set a script's folder of --data has to hold, and what its synthetic images look like.
+# The data set of each script; mnist and mlp use MNIST.
 _KIND_OF = {"cifar": "cifar10", "imagenet": "imagenet"}
 
 

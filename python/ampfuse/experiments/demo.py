@@ -39,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Do what `args` say and return the exit status."""
+    """Train at the levels, write the files, and return the exit status."""
     check_installed("demo", "sklearn", "matplotlib", "tqdm")
     check_writable("--output", args.output)
     device = choose_device(args.device)
     has_bf16 = has_tf32(device) if device.type == "cuda" else hardware.cpu_has_bf16()
-    # Wide enough to show what half precision gains, where it does; else quick on any laptop.
+    # Wide enough to show the gain of half precision, or quick on any laptop.
     width = args.width or (128 if device.type == "cuda" or has_bf16 else 64)
     common = Settings(
         **{"experiment": "demo", "model": f"digits{width}", "data": "digits", "image_size": 8},

@@ -1,8 +1,4 @@
-"""The processes of one training, as ``torchrun`` starts them; alone, a world of one.
-
-torchrun ends the others when one of them fails. A model is in each process as a copy
-(DistributedDataParallel) or as a share of it (FSDP2); of shares, whole states and whole tests.
-"""
+"""The processes of one training, as ``torchrun`` starts them, and models sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ from ampfuse.experiments.settings import HALF_LEVELS, Settings
 
 @dataclasses.dataclass
 class World:
-    """This process among those of the training, numbered as torchrun does; else 0 of 1."""
+    """This process among those of the training; 0 of 1 without torchrun."""
 
     rank: int = 0
     size: int = 1
@@ -45,7 +41,7 @@ class World:
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[None]:
-        """Meet the others: NCCL between GPUs, gloo between CPUs."""
+        """Context with a process group: NCCL between GPUs, gloo between CPUs."""
         self._device = device
         if self.size > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -56,7 +52,7 @@ class World:
                 dist.destroy_process_group()
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over all processes, element by element. All have to ask."""
+        """The sums over all processes, element by element. All must call this."""
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
@@ -64,7 +60,7 @@ class World:
         return total.tolist()
 
     def gather(self, mine: Any) -> list[Any]:
-        """What all processes bring, by rank. All have to ask."""
+        """The values of all processes, by rank. All must call this."""
         everyone = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(everyone, mine)
@@ -72,7 +68,7 @@ class World:
 
 
 def check(of: Settings, world: World, device: torch.device) -> None:
-    """Raise UsageError for what does not go together in several processes."""
+    """Raise UsageError for flags that do not work together or in so many processes."""
     if of.sync_bn and device.type != "cuda":
         raise UsageError("--sync_bn: torch synchronizes batch norm only between GPUs")
     if of.graph and world.size > 1:
@@ -89,31 +85,33 @@ def check(of: Settings, world: World, device: torch.device) -> None:
 # ---- shards --------------------------------------------------------------------------------------
 
 
-def shard(model: nn.Module, *, apart: bool) -> None:
-    """Leave each process a share of `model`, a ResNet, gathered block by block. `apart` are its
-    batch norms, which stay FP32 among half weights: what is gathered together is of one type."""
-    # Scores that are a view of something: nothing writes to them.
+def shard(model: nn.Module, *, separate_norms: bool) -> None:
+    """Leave each process a shard of `model`, a ResNet, gathered block by block. With
+    `separate_norms`, batch norms are gathered separately: they stay FP32 among half weights, and
+    what FSDP gathers together has one dtype."""
+    # Scores are such a view, but nothing writes to them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-    model.to(memory_format=torch.contiguous_format)  # FSDP takes no others; images keep theirs
+    model.to(memory_format=torch.contiguous_format)  # FSDP supports no other for weights
     stages = (model.layer1, model.layer2, model.layer3, model.layer4)
     for block in (*itertools.chain(*stages), model):
         norms = [m for m in block.modules() if isinstance(m, _BatchNorm)]
-        if apart and (free := [norm for norm in norms if not isinstance(norm, FSDPModule)]):
-            fully_shard(free)
+        norms = [norm for norm in norms if not isinstance(norm, FSDPModule)]
+        if separate_norms and norms:
+            fully_shard(norms)
         fully_shard(block)
-    model.register_forward_pre_hook(_take_buffers_of_main)
+    model.register_forward_pre_hook(_broadcast_buffers)
 
 
-def _take_buffers_of_main(model: nn.Module, inputs: Any) -> None:
-    """Batch norm's statistics, as DistributedDataParallel does it."""
+def _broadcast_buffers(model: nn.Module, inputs: Any) -> None:
+    """Take batch norm statistics of rank 0, as DistributedDataParallel does."""
     if model.training and (buffers := list(model.buffers())):
         dist._broadcast_coalesced(dist.group.WORLD, buffers, 250 * 2**20, 0)
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Context in which each process has the whole `model`: in evaluation nobody waits for the
-    others, who may have another number of batches."""
+    """Context in which each process has the whole `model`: in evaluation, processes may have
+    different numbers of batches, so they must not wait for each other."""
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
     try:
         for part in parts:
@@ -127,7 +125,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def states_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of both, those of shards gathered. All processes have to ask."""
+    """The states of both, gathered from shards. All processes must call this."""
     if not isinstance(model, FSDPModule):
         return model.state_dict(), optimizer.state_dict()
     options = whole_states.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -137,7 +135,7 @@ def states_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], d
 def load_states(
     model: nn.Module, optimizer: Optimizer, of_model: dict[str, Any], of_optimizer: dict[str, Any]
 ) -> None:
-    """Put both into the states of :func:`states_of`. All processes have to."""
+    """Load states of :func:`states_of`. All processes must call this."""
     if not isinstance(model, FSDPModule):
         model.load_state_dict(of_model)
         optimizer.load_state_dict(of_optimizer)

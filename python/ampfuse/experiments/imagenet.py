@@ -1,10 +1,8 @@
-"""ImageNet: ResNet-18 and 50 in FP32, torch.amp and O0 to O5, in one process or under torchrun.
+"""ImageNet: ResNet-18 and 50 in FP32, torch.amp and O0 to O5 (E4 of docs/experiments.md).
 
-    python -m ampfuse.experiments.imagenet -a resnet50 -b 128 --arm fp32 O2 --data DIR
-    python -m ampfuse.experiments.imagenet -a resnet18 -b 128 --static-loss-scale 256 --fp16 DIR
-    torchrun --nproc-per-node 4 -m ampfuse.experiments.imagenet --arm O2 [--fsdp] --data DIR
-
-E4 of docs/experiments.md.
+python -m ampfuse.experiments.imagenet -a resnet50 -b 128 --arm fp32 O2 --data DIR
+python -m ampfuse.experiments.imagenet -a resnet18 -b 128 --static-loss-scale 256 --fp16 DIR
+torchrun --nproc-per-node 4 -m ampfuse.experiments.imagenet --arm O2 [--fsdp] --data DIR
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import itertools
 import operator
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Do what `args` say and return the exit status. Nothing is written unless all could be
-    drawn."""
+    """Draw all figures, then write them, and return the exit status."""
     check_installed("experiments", "matplotlib")
     output = args.output or args.results / "figures"
     check_writable("--output", output)
@@ -51,20 +50,20 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _rows(args: argparse.Namespace) -> list[Row]:
-    """What is to be drawn, published or own."""
+    """The rows to draw."""
     if not (rows := results.published("e1") if args.published else results.measured(args.results)):
         raise UsageError(f"{args.results}: no results in this folder; train first")
     return results.chosen(rows, args)
 
 
 def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
-    """Every kind of figure for every model, by name ("CIFAR - Time", "ImageNet resnet18 - Memory
-    (std)"); without those for which the results hold nothing."""
+    """All figures of all models by name, such as "CIFAR - Time" or "ImageNet resnet18 - Memory
+    (std)", except those without values."""
     net, found = operator.itemgetter("experiment", "model"), {}
     for experiment, model in dict.fromkeys(map(net, rows)):
         ours = [row for row in rows if net(row) == (experiment, model)]
         title = EXPERIMENTS.get(experiment, experiment)
-        # These stand for their experiment, as in E1's names; the demo has one model.
+        # The main model of an experiment is not named, as in E1's names.
         if model not in ("vgg16", "mnist_cnn", "mlp") and experiment != "demo":
             title += f" {model}"
         for bars, kind in itertools.product((False, True) if std else (False,), _KINDS):
@@ -77,11 +76,11 @@ def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
 
 
 def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
-    """Write `figures`, by name, into `folder` as PNG: all of them, or none if that fails."""
+    """Write `figures` into `folder` as PNG: all of them, or none if that fails."""
     paths = [folder / f"{name}.png" for name in figures]
     with contextlib.ExitStack() as stack:
         for path, figure in zip(paths, figures.values(), strict=True):
-            buffer = io.BytesIO()  # PNG is written to and fro
+            buffer = io.BytesIO()  # the PNG writer seeks
             figure.savefig(buffer, dpi=150)
             stack.enter_context(atomic(path)).write(buffer.getvalue())
     return paths
@@ -91,20 +90,20 @@ def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
 
 
 class NothingToDraw(UsageError):
-    """The rows lack what this figure shows."""
+    """The rows have no values for this figure."""
 
 
 class Line(NamedTuple):
-    """Rows of one GPU, one method and one set of conditions; the method's name has what sets these
-    apart."""
+    """Rows of one GPU, method and set of conditions; `name` is the method, and the conditions in
+    which it differs from other lines."""
 
     gpu: str
     name: str
     rows: list[Row]
 
 
-# Methods that differ in these cannot be compared unless their names say so. Where a value is the
-# usual one, names do not tell.
+# Only methods with the same values of these are comparable, so names tell where they differ from
+# the usual ones.
 _USUAL = {"world_size": 1, "loader": "resident", "channels_last": True, "cudnn_benchmark": True}
 _USUAL |= {"graph": False, "deterministic": False}
 _MUST_BE_ALIKE = ("data", "kind", "image_size", "augment", "shuffle", *_USUAL)
@@ -113,51 +112,53 @@ _WORDS |= dict.fromkeys(("data", "arm", "device"), "{}")
 
 
 def lines(rows: Sequence[Row]) -> list[Line]:
-    """The lines that `rows`, of one model, make. Raises UsageError if the runs of one have neither
-    iterations nor epochs in common."""
-    if len(models := _different(row["model"] for row in rows)) > 1:
+    """The lines of `rows`, which are of one model. Raises UsageError if the runs of a line have
+    neither iterations nor epochs in common."""
+    if len(models := _distinct(row["model"] for row in rows)) > 1:
         raise UsageError(f"results of {', '.join(models)}: choose one model with --model")
-    everywhere = [name for name in _MUST_BE_ALIKE if _varies(rows, name)]
-    parts = []
-    for together in _grouped(rows, lambda row: (row["source"], row["gpu"], row["method"])):
-        # What follows the batch size (a rate, say) sets none apart.
-        at_one_batch = _grouped(together, lambda row: row["batch_size"])
-        of = together[0]["conditions"]
-        names = everywhere + [n for n in of if any(_varies(same, n) for same in at_one_batch)]
-        for members in _grouped(together, lambda row, names=names: str(_words(row, names))):
-            parts.append((members, _words(members[0], names)))
+    parts: dict[tuple[str, ...], list[Row]] = {}
+    for alike in _grouped(rows, "source", "gpu", "method"):
+        # Conditions that follow the batch size (such as lr) make no line of their own.
+        sizes = _grouped(alike, "batch_size")
+        names = [name for name in _MUST_BE_ALIKE if _varies(rows, name)]
+        names += [n for n in alike[0]["conditions"] if any(_varies(size, n) for size in sizes)]
+        for row in alike:
+            key = (row["source"], row["gpu"], row["method"], *_words(row, _distinct(names)))
+            parts.setdefault(key, []).append(row)
     several_sources = len({row["source"] for row in rows}) > 1
-    several_lengths = len({_length(members) for members, _ in parts}) > 1
+    several_lengths = len({_length(members) for members in parts.values()}) > 1
     found = []
-    for members, words in parts:
-        first = members[0]
-        words += [first["source"]] * several_sources + [_length(members)] * several_lengths
-        name = first["method"] + f" ({', '.join(words)})" * bool(words)
-        found.append(Line(first["gpu"], name, sorted(members, key=lambda row: row["batch_size"])))
+    for (source, gpu, method, *words), members in parts.items():
+        words += [source] * several_sources + [_length(members)] * several_lengths
+        name = f"{method} ({', '.join(words)})" if words else method
+        found.append(Line(gpu, name, sorted(members, key=lambda row: row["batch_size"])))
     return found
 
 
 def _length(rows: Sequence[Row]) -> str:
-    """What the runs of a line have in common: "100 iterations", or else "2 epochs"."""
-    different = []
+    """The length that all runs of a line have: "100 iterations", or else "2 epochs"."""
+    lengths = []
     for unit in ("iterations", "epochs"):
-        lengths = sorted({row[unit] for row in rows} - {None})
-        different.append(f"{listed(lengths)} {unit}")
-        if len(lengths) == 1:
-            return different[-1]
+        numbers = sorted({row[unit] for row in rows} - {None})
+        lengths.append(f"{listed(numbers)} {unit}")
+        if len(numbers) == 1:
+            return lengths[-1]
     first = rows[0]
     raise UsageError(
         f"{first['gpu']} {first['method']} of {first['model']}: runs of different length "
-        f"({'; '.join(different)}) cannot be one line: choose with --iteration N or --epochs N"
+        f"({'; '.join(lengths)}) cannot be one line: choose with --iteration N or --epochs N"
     )
 
 
-def _different(values: Iterable[Any]) -> list[Any]:
+def _distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _grouped(rows: Sequence[Row], key: Callable[[Row], object]) -> list[list[Row]]:
-    return [[row for row in rows if key(row) == one] for one in _different(map(key, rows))]
+def _grouped(rows: Sequence[Row], *columns: str) -> Collection[list[Row]]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return groups.values()
 
 
 def _varies(rows: Sequence[Row], name: str) -> bool:
@@ -165,13 +166,15 @@ def _varies(rows: Sequence[Row], name: str) -> bool:
 
 
 def _words(row: Row, names: Sequence[str]) -> list[str]:
-    """What a line's name says of these conditions: "graph", "workers loader", "lr 0.1"."""
+    """These conditions of `row` as words, such as "graph", "workers loader" or "lr 0.1"."""
     words = []
-    for name in _different(names):
+    for name in names:
         value = row["conditions"].get(name)
-        if isinstance(value, bool) and value != _USUAL.get(name):
+        if value is None or value == _USUAL.get(name):
+            continue
+        if isinstance(value, bool):
             words.append(name if value else f"no {name}")
-        elif value is not None and value != _USUAL.get(name):
+        else:
             words.append(_WORDS.get(name, f"{name} {{}}").format(listed([value])))
     return words
 
@@ -185,7 +188,7 @@ _MARKERS = "os^Dv<>ph"
 
 def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figure:
     """Training "time", or "memory" in MB of 10^6 bytes, against batch size: a line per GPU and
-    method. Of one batch size, a bar per method and GPU. All rows are of one model.
+    method. For a single batch size, a bar per method and GPU. All rows are of one model.
 
     `std` shows the sample standard deviation of the repeats as error bars.
     """
@@ -199,20 +202,19 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     if not batches:
         raise NothingToDraw("the results have no values for this figure")
     found = lines([row for row in rows if row[mean] or row["diverged"]])
-    lengths = _different(_length(line.rows) for line in found)
+    lengths = _distinct(_length(line.rows) for line in found)
     if kind == "time" and len(lengths) == 1:
         what += f" of {lengths[0]}"
     if kind == "memory" and {row["memory_kind"] for row in rows} == {"process RSS"}:
         what = "memory of the process"
-    names = _different(line.name for line in found)
+    names, gpus = _distinct(line.name for line in found), _distinct(line.gpu for line in found)
     figure = Figure(figsize=(7.0, 3.8), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y" if are_bars else "both", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
-    gpus = _different(line.gpu for line in found)
-    width = 0.8 / len(gpus)  # of a bar; those of a method stand next to each other
-    for line, style in zip(found, _styles_of(found), strict=True):
+    width = 0.8 / len(gpus)  # bars of one method stand next to each other
+    for line in found:
         x, y, errors = [], [], []
         offset = (gpus.index(line.gpu) + 0.5) * width - 0.4
         for row in line.rows:
@@ -221,17 +223,18 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
                 x, y = [*x, place], [*y, row[mean]]
                 errors.append(row[f"{column}_std"] or 0.0)
             else:
-                said = f"  {row['method']} diverged"
-                axes.text(place, 0, said, rotation=90, va="bottom", fontsize=6.5)
-        if are_bars:
-            look = {name: style[name] for name in ("label", "color", "capsize")}
+                text = f"  {row['method']} diverged"
+                axes.text(place, 0, text, rotation=90, va="bottom", fontsize=6.5)
+        style = _style_of(line, names, gpus)
+        if not are_bars:
+            axes.errorbar(x, y, errors if std else None, capsize=2, **style)
+        elif x:  # the axis names the method, the legend the GPU
+            look = {"color": style["color"], "label": line.gpu, "capsize": 2}
             axes.bar(x, y, width, yerr=errors if std else None, **look)
-        else:
-            axes.errorbar(x, y, errors if std else None, **style)
     if are_bars:
         rotation = 90 if len(names) > 6 else 0
         axes.set_xticks(range(len(names)), names, rotation=rotation, fontsize=8)
-        axes.margins(x=0.1)
+        axes.set_xlim(-0.6, len(names) - 0.4)  # also where the only run diverged
     else:
         axes.set_xscale("log", base=2)
         axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
@@ -241,42 +244,38 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     at = f", batch size {batches[0]}" if are_bars else ""
     title = f"{_title_of(rows)}: {what}{at}" + ", mean ± standard deviation" * std
     figure.suptitle(textwrap.fill(title, 90), fontsize=10)
-    _add_legend(figure, gpus, of_bars=are_bars)
+    if are_bars and len(gpus) == 1:
+        figure.supxlabel(textwrap.fill(gpus[0], 80), fontsize=8)
+    else:
+        _add_legend(figure, gpus)
     return figure
 
 
-def _styles_of(found: Sequence[Line]) -> list[dict[str, Any]]:
-    """Label and look. Colour is the GPU's and dash the method's; with one GPU both are the
-    method's."""
-    gpus, names = _different(line.gpu for line in found), _different(line.name for line in found)
-    styles = []
-    for line in found:
-        dash = names.index(line.name)
-        number = color = gpus.index(line.gpu) if len(gpus) > 1 else dash
-        if len(gpus) == 1 and line.name in METHODS:  # one colour in every figure
-            color = METHODS.index(line.name)
-        style = {"color": f"C{color % 10}", "marker": _MARKERS[number % len(_MARKERS)]}
-        style |= {"linestyle": _DASHES[dash % len(_DASHES)], "markersize": 5, "capsize": 2}
-        styles.append({"label": f"{line.gpu} {line.name}".strip(), **style})
-    return styles
+def _style_of(line: Line, names: Sequence[str], gpus: Sequence[str]) -> dict[str, Any]:
+    """Label and look. The GPU determines the colour and the method the dash; with one GPU the
+    method determines both."""
+    dash = names.index(line.name)
+    number = color = gpus.index(line.gpu) if len(gpus) > 1 else dash
+    if len(gpus) == 1 and line.name in METHODS:  # the same colour in every figure
+        color = METHODS.index(line.name)
+    style = {"color": f"C{color % 10}", "marker": _MARKERS[number % len(_MARKERS)], "markersize": 5}
+    style["linestyle"] = _DASHES[dash % len(_DASHES)]
+    return {"label": line.name if len(gpus) == 1 else f"{line.gpu} {line.name}", **style}
 
 
-def _add_legend(figure: Figure, gpus: Sequence[str], *, of_bars: bool) -> None:
-    """Below the axes, where it hides nothing; a single GPU is named once, above it, and alone where
-    the axis names the bars."""
-    alone = gpus[0] if len(gpus) == 1 else ""
-    if of_bars and alone:
-        figure.supxlabel(textwrap.fill(alone, 80), fontsize=8)
-        return
+def _add_legend(figure: Figure, gpus: Sequence[str]) -> None:
+    """Below the axes, where it hides nothing. A single GPU is its title."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    labels = [textwrap.fill(label.removeprefix(f"{alone} "), 44) for label in labels]
-    longest = max(len(part) for label in labels for part in label.split("\n"))
-    # Of several GPUs, each has a column, if there is room for its labels.
-    columns = min(max(1, int(100 / (longest + 9))), len(labels), 4 if alone else len(gpus))
+    by_label = {textwrap.fill(label, 44): h for label, h in zip(labels, handles, strict=True)}
+    longest = max(len(part) for label in by_label for part in label.split("\n"))
+    # Each of several GPUs has a column, if there is room for its labels.
+    room = max(1, int(100 / (longest + 9)))
+    columns = min(room, len(by_label), 4 if len(gpus) == 1 else len(gpus))
     look = {"loc": "outside lower center", "frameon": False, "handlelength": 3.6, "fontsize": 8}
-    look |= {"title": textwrap.fill(alone, 80), "title_fontsize": 8, "ncols": columns}
-    figure.legend(handles, labels, **look)
-    figure.set_figheight(figure.get_figheight() + 0.2 * (-(-len(labels) // columns) + 1))
+    if len(gpus) == 1:
+        look |= {"title": textwrap.fill(gpus[0], 80), "title_fontsize": 8}
+    figure.legend(by_label.values(), by_label.keys(), ncols=columns, **look)
+    figure.set_figheight(figure.get_figheight() + 0.2 * (-(-len(by_label) // columns) + 1))
 
 
 _MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "wrn16_4": "WRN-16-4", "mlp": "MLP"}
@@ -286,7 +285,7 @@ _DATA |= {"digits": "handwritten digits"}
 
 
 def _title_of(rows: Sequence[Row]) -> str:
-    """What was trained on what, and whose figures these are."""
+    """The model and its data, or whose figures these are."""
     model = rows[0]["model"]
     if rows[0]["experiment"] == "demo":
         model = "mnist_cnn"

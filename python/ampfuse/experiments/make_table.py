@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Do what `args` say and return the exit status."""
+    """Print and write the table, and return the exit status."""
     if args.csv:
         check_writable("--csv", args.csv.parent)
     own = _own_rows(args)
@@ -49,7 +49,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 
 def _own_rows(args: argparse.Namespace) -> list[Row]:
-    """The measured rows of the recipe. None is an error only where nothing else was asked for."""
+    """The measured rows of the recipe. If there are none, that is an error unless published rows
+    are printed."""
     everything = results.measured(args.results) if args.results.is_dir() else []
     if own := [row for row in everything if row["recipe"] == args.table]:
         return results.chosen(own, args)
@@ -62,7 +63,8 @@ def _own_rows(args: argparse.Namespace) -> list[Row]:
 
 
 def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
-    """`rows` as a Markdown table of `columns`, or of all that say something, and what they mean."""
+    """`rows` as a Markdown table of `columns` (default: those of write-ups) that are not empty,
+    with an explanation."""
     columns = columns or _PUBLISHED
     parts = []
     for name in columns:
@@ -88,7 +90,7 @@ def _explanation(own: Sequence[Row]) -> str:
 
 
 def _note(row: Row) -> str:
-    """Why figures are missing, and all that sets a measured row apart from the published ones."""
+    """Why figures are missing, and how a measured row differs from the published ones."""
     if row["source"] == "published":
         return row["note"] or ""
     of, notes = row["conditions"], ["re-enactment", row["note"]]
@@ -99,19 +101,19 @@ def _note(row: Row) -> str:
 
 
 def _device(row: Row) -> str:
-    """The label of the runs, and the device's own name."""
+    """The label of the runs, and the name of the device."""
     gpu, device = row["gpu"], row["conditions"].get("device", row["gpu"])
     return gpu if gpu == device else f"{gpu} ({device})"
 
 
 def _number(value: float, places: int = 6) -> str:
-    """At most so many places behind the point, without zeros at the end: 80.2, 3437."""
+    """At most so many decimal places, without trailing zeros, such as 80.2 or 3437."""
     return f"{round(value, places):f}".rstrip("0").rstrip(".")
 
 
 def _shown(name: str, factor: Callable[[Row], float] = lambda row: 1.0) -> Callable[[Row], str]:
-    """A cell with the row's column: a word, or a number, as published or to four figures; of
-    repeats mean and deviation."""
+    """A function of a row that returns the cell of column `name`: a word or a number, measured ones
+    with four significant digits; mean and deviation of repeats."""
 
     def cell(row: Row) -> str:
         value, std = row.get(name, row.get(f"{name}_mean")), row.get(f"{name}_std")
@@ -134,14 +136,14 @@ _NAMES = {
     **{"memory, MB": "memory_mb", "accuracy, %": "accuracy_pct"},
     **{"loss last": "loss_last", "loss mean": "loss_mean", "n": "n"},
 }
-# The columns, and what stands in them.
+# What each column has.
 CELLS: dict[str, Callable[[Row], str]] = {
     "source": lambda row: "published" if row["source"] == "published" else "measured here",
     "environment": _shown("platform"),
     "GPU": _device,
     **{header: _shown(name) for header, name in _NAMES.items()},
     "note": _note,
-    # Of own runs.
+    # Of measured runs.
     "step, ms": _shown("time_s", lambda row: 1e3 / row["iterations"]),
     "skipped": lambda row: _number(statistics.fmean(r["skipped_steps"] for r in row["runs"]), 1),
     "scale": lambda row: f"{row['scale']:,.0f}",
@@ -151,7 +153,7 @@ _PUBLISHED = list(CELLS)[:-4]
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """One line per row, all that :func:`results.records` has of it."""
+    """Write :func:`results.records` of `rows` as CSV."""
     records, text = results.records(rows), io.StringIO()
     names = list(dict.fromkeys(name for record in records for name in record))
     writer = csv.DictWriter(text, names, lineterminator="\n")

@@ -1,8 +1,6 @@
-"""A perceptron of three layers, 4096 wide, in FP32, torch.amp and O0 to O5.
+"""A perceptron of three layers, 4096 wide, as in torch's AMP recipe (E5 of docs/experiments.md).
 
-    python -m ampfuse.experiments.mlp --arm fp32 amp-fp16 O2
-
-The workload of torch's AMP recipe, in E5 of docs/experiments.md.
+python -m ampfuse.experiments.mlp --arm fp32 amp-fp16 O2
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""MNIST: a small CNN in FP32, torch.amp and O0 to O5.
+"""MNIST: a small CNN (E5 of docs/experiments.md).
 
-    python -m ampfuse.experiments.mnist --arm fp32 amp-fp16 O2
-    python -m ampfuse.experiments.mnist --data digits --epochs 10
-
-The CNN of E5 of docs/experiments.md.
+python -m ampfuse.experiments.mnist --arm fp32 amp-fp16 O2
+python -m ampfuse.experiments.mnist --data digits --epochs 10
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """The networks of the experiments by name, for any number of classes and channels.
 
-torchvision's and timm's are taken as they are but for the first convolution and the last layer.
-They start from random weights, drawn from torch's global generator. This file needs torch alone:
-the benchmarks load it where ampfuse must not be.
+Weights are random, drawn from torch's global generator. This file needs torch alone: the benchmarks
+load it in processes without ampfuse.
 """
 
 from __future__ import annotations
 
 import re
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +18,13 @@ NAMES += ("resnet18", "resnet50", "mnist_cnn", "mlp")
 def build(
     name: str, *, classes: int, channels: int, image_size: int, dropout: float = 0.0
 ) -> nn.Module:
-    """The network `name`, of :data:`NAMES`, ``wrn<depth>_<width>`` or the demo's ``digits<width>``
-    (else this raises ValueError), FP32 on the CPU: images [n, channels, image_size, image_size] to
-    scores of `classes`, of ``mlp`` to as many as its values. `dropout` is a Wide-ResNet's."""
+    """The network `name`: one of :data:`NAMES`, ``wrn<depth>_<width>`` or the demo's
+    ``digits<width>``. In FP32 on the CPU, it takes images [n, channels, image_size, image_size] to
+    scores of `classes`, ``mlp`` to as many values. `dropout` is for Wide-ResNets.
+
+    Raises:
+        ValueError: there is no such network.
+    """
     if wide := re.fullmatch(r"wrn(\d+)_(\d+)", name):
         return wide_resnet(int(wide[1]), int(wide[2]), classes, channels, dropout)
     if digits := re.fullmatch(r"digits(\d+)", name):
@@ -32,10 +34,12 @@ def build(
             f"unknown model {name!r}: the models are {', '.join(NAMES)} and other "
             "wrn<depth>_<width>, such as wrn16_4"
         )
-    own = {"mnist_cnn": lambda: mnist_cnn(classes, channels, image_size)}
-    own |= {"mlp": lambda: mlp(channels * image_size**2), "vgg16": lambda: vgg16(classes, channels)}
-    if name in own:
-        return own[name]()
+    if name == "mnist_cnn":
+        return mnist_cnn(classes, channels, image_size)
+    if name == "mlp":
+        return mlp(channels * image_size**2)
+    if name == "vgg16":
+        return vgg16(classes, channels)
     if name == "seresnext50_32x4d":
         import timm
 
@@ -52,12 +56,12 @@ def _take_channels(conv: nn.Conv2d, channels: int) -> None:
         conv.in_channels = channels
         shape = (conv.out_channels, channels, *conv.kernel_size)
         conv.weight = nn.Parameter(torch.empty(shape))
-        conv.reset_parameters()  # draws what a new one draws: all that follow depend on it
+        conv.reset_parameters()  # draws the same random numbers as a new convolution
         _initialise(conv)
 
 
 def _initialise(module: nn.Module) -> None:
-    """Convolutions as He et al. (2015), and torchvision's models, start them."""
+    """Initialise convolutions as He et al. (2015) and torchvision do."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         if module.bias is not None:
@@ -68,7 +72,7 @@ def vgg16(classes: int, channels: int) -> nn.Sequential:
     """VGG16 for small images: the convolutions with BatchNorm, then a single linear layer."""
     from torchvision.models import vgg
 
-    # Of vgg16_bn() nine tenths would be the large head, built for nothing.
+    # vgg16_bn() would build a large head, nine tenths of its weights, for nothing.
     features = vgg.make_layers(vgg.cfgs["D"], batch_norm=True)
     _take_channels(features[0], channels)
     features.apply(_initialise)
@@ -117,7 +121,7 @@ class _WideBlock(nn.Module):
         active = self.relu(self.norm1(images))
         hidden = self.relu(self.norm2(self.conv1(active)))
         hidden = self.conv2(self.dropout(hidden))
-        # Where the shape changes, both ways start from the activated input.
+        # If the shape changes, both branches start from the activated input.
         return hidden + (images if self.shortcut is None else self.shortcut(active))
 
 
@@ -140,16 +144,16 @@ def mnist_cnn(classes: int, channels: int, image_size: int) -> nn.Sequential:
 
 def mlp(width: int) -> nn.Sequential:
     """Three linear layers of `width` by `width` with ReLU between; images are flattened first."""
-    relu = partial(nn.ReLU, inplace=True)
     first, second, third = (nn.Linear(width, width) for _ in range(3))
-    return nn.Sequential(nn.Flatten(), first, relu(), second, relu(), third)
+    relu, another = nn.ReLU(inplace=True), nn.ReLU(inplace=True)
+    return nn.Sequential(nn.Flatten(), first, relu, second, another, third)
 
 
 def digits_net(width: int, classes: int, channels: int) -> nn.Sequential:
-    """The demo's, for images of 8x8: `width` channels there, then twice as many at 4x4."""
+    """The network of the demo: `width` channels at 8x8 pixels, then twice as many at 4x4."""
     blocks, inputs = [], channels
     for outputs, stride in ((width, 1), (width, 1), (2 * width, 2), (2 * width, 1)):
-        # No bias: the batch norm after it would take it away again.
+        # No bias: the batch norm would remove it.
         conv = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
         blocks.append(nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)))
         inputs = outputs

@@ -1,11 +1,9 @@
-"""Result files (:func:`measured`) and figures of write-ups (:func:`published`), read as rows of one
-form. Every row says which of the two it is (``source``); nothing here mixes them.
+"""Rows of result files (:func:`measured`) and of write-ups (:func:`published`).
 
-A row is one configuration: a published line, or all repeats of a measured one. It is a dictionary
-with a value, or None, for each of :data:`COLUMNS`; figures have a mean over the repeats and their
-sample standard deviation. Of own rows, ``conditions`` holds all else that repeats have in common
-and ``runs`` their result files; runs that diverged count for the memory alone, and their length is
-what it was to be.
+A row is one configuration: a published line, or all repeats of a run. It is a dictionary with a
+value or None for each of :data:`COLUMNS`; figures have a mean over the repeats and their sample
+standard deviation. Of measured rows, ``conditions`` has everything else that the repeats have in
+common, and ``runs`` their result files. Diverged runs only count for memory.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ if TYPE_CHECKING:
     import pandas
 
 FORMAT = 2  # of result files and checkpoints
-Result = dict[str, Any]  # a result file; its fields are those of Run.result
+Result = dict[str, Any]  # a result file, see Run.result
 Row = dict[str, Any]
-# With the script of each.
+# The script of each recipe.
 RECIPES = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
 EXPERIMENTS = {"cifar": "CIFAR", "imagenet": "ImageNet", "mnist": "MNIST", "mlp": "MLP"}
 EXPERIMENTS |= {"demo": "Digits"}
-# The order of lines and rows: full precision first. E1's names stand beside their arms.
+# The order of lines and rows.
 METHODS = ("FP32", "fp32", "tf32", "FP16", "fp16", "amp", "amp-fp16", "amp-bf16")
 METHODS += ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -47,7 +45,7 @@ COLUMNS += ("memory_kind", "diverged", "skipped_steps", "scale", "date")  # of o
 
 
 def records(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """`rows` without their runs, as flat dictionaries: what a CSV or a DataFrame holds."""
+    """`rows` without their runs, as flat dictionaries, for a CSV or a DataFrame."""
     return [{**{name: row[name] for name in COLUMNS}, **row["conditions"]} for row in rows]
 
 
@@ -74,10 +72,9 @@ def published(recipe: str) -> list[Row]:
 
 
 def measured(folder: str | Path = "results") -> list[Row]:
-    """The rows of all result files below `folder`, repeats taken together.
+    """The rows of all result files below `folder`.
 
-    Repeats have everything but seed and number in common. Of runs that have those in common too,
-    the one that finished last counts: a command given twice is not a second sample.
+    Repeats differ in seed and number only. Of runs that do not, the one that finished last counts.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -85,12 +82,12 @@ def measured(folder: str | Path = "results") -> list[Row]:
     runs = []
     for path in sorted(folder.rglob("*.json")):
         if path.name.endswith(".trace.json") or path.name.startswith("."):
-            continue  # a profiler's; one that is being written
+            continue  # written by the profiler, or being written
         try:
             run = json.loads(path.read_text("utf-8"))
             if run["format"] != FORMAT:
                 raise ValueError("of another format")
-            rows_of([run])  # whatever is missing shows while the file can be named
+            rows_of([run])  # fails if a field is missing
         except (ValueError, KeyError, TypeError) as error:
             what = f"{path} is damaged or not a result file of this version"
             raise UsageError(f"{what} ({error!r:.80}): move it away") from error
@@ -99,7 +96,7 @@ def measured(folder: str | Path = "results") -> list[Row]:
 
 
 def rows_of(runs: Iterable[Result]) -> list[Row]:
-    """`runs` as rows: grouped to repeats of each other, the latest of those that are the same."""
+    """`runs` as rows, each of the latest repeats."""
     groups: dict[str, dict[object, Result]] = {}
     for run in sorted(runs, key=lambda run: run["finished"]):
         key = repr([*(run[name] for name in _SHARED), sorted(run["conditions"].items())])
@@ -108,7 +105,7 @@ def rows_of(runs: Iterable[Result]) -> list[Row]:
 
 
 def _row_of(runs: list[Result]) -> Row:
-    """`runs`, which are repeats of each other, as one row."""
+    """Repeats as one row."""
     last, sound = runs[-1], [run for run in runs if not run["diverged"]]
     diverged = [run["diverged"] for run in runs if run["diverged"]]
     row: Row = {"source": "measured", "platform": None, "n": len(runs), "note": ""}
@@ -137,7 +134,7 @@ def _order(row: Row) -> tuple[object, ...]:
 
 # ---- choosing ------------------------------------------------------------------------------------
 
-# By the row's field: the flag, its type, and its help.
+# Flag, type and help by the column.
 _WISHES: dict[str, tuple[str, type, str]] = {
     "recipe": ("--recipe", str, "e1 to e5"),
     "experiment": ("--experiment", str, ", ".join(EXPERIMENTS)),
@@ -151,9 +148,8 @@ _WISHES: dict[str, tuple[str, type, str]] = {
 
 
 def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
-    """The `rows` that fit `wishes`: lists by the name of a column of :data:`_WISHES`; an empty one
-    does not restrict. Order: GPUs and methods as given, then as it was. Raises UsageError if a
-    value fits no row; the message says what is there."""
+    """The `rows` that fit `wishes`: lists of values by the column, of which an empty one fits all.
+    GPUs and methods come in the order given. Raises UsageError for a value without rows."""
     found = list(rows)
     for field, wanted in wishes.items():
         there = dict.fromkeys(row[field] for row in found)
@@ -169,7 +165,7 @@ def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
 
 
 def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
-    """The flags that choose results, the same in every command that shows them."""
+    """Add the flags that choose results to a command."""
     for field, (flag, kind, what) in _WISHES.items():
         if field != "recipe" or recipe:
             options = {"type": kind, "metavar": field.upper(), "help": f"{what} (default: all)"}
@@ -179,12 +175,12 @@ def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
 
 
 def chosen(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
-    """Those of `rows` that fit the flags of :func:`add_selection`."""
+    """The `rows` that fit the flags of :func:`add_selection`."""
     return select(rows, **{field: getattr(args, field, []) for field in _WISHES})
 
 
 def file_name(text: str) -> str:
-    """`text` as a part of a path on any system: "Tesla T4/x" becomes "Tesla T4-x"."""
+    """`text` as a part of a path on any system, such as "Tesla T4-x" for "Tesla T4/x"."""
     return re.sub(r'[<>:"/\\|?*\x00-\x1f]+', "-", text).strip(" .") or "unnamed"
 
 

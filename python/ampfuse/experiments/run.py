@@ -1,8 +1,7 @@
-"""The runs of a command: each one's loop, clock, log, checkpoint and result, then the table of all.
+"""The runs of a command: the training loop, checkpoints, result files, and the table at the end.
 
-The loop of all experiments is :meth:`Run.train`. The host does not wait for the device between the
-ends of intervals (``--print-freq`` steps): losses, scales and skips are gathered there, and times
-are its events.
+All experiments train in :meth:`Run.train`. The host waits for the device once per interval
+(``--print-freq`` steps), to read losses, loss scales, skipped steps and times.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from ampfuse.experiments.results import FORMAT, Result, Row, file_name, listed, 
 from ampfuse.experiments.settings import ARMS, MADE_UP, Script, Settings, parse, runs_of
 from ampfuse.files import atomic
 from ampfuse.graphs import EAGER_CALLS
-from ampfuse.measuring import ProcessMemory, StepClock, StepLog, TensorMemory
+from ampfuse.measuring import ProcessMemory, StepClock, tensor_memory
 
 _WARM_UP_STEPS = 2
-_DIVERGED = 3  # the exit status; status_of has the others
+_DIVERGED = 3  # exit status; the others are in status_of()
 
 
 @dataclasses.dataclass(eq=False)
 class Diverged(Exception):
-    """The run left the finite numbers in step `step` (from 1)."""
+    """The loss is no longer finite since step `step` (from 1)."""
 
     step: int
     reason: str
@@ -53,21 +52,21 @@ class Diverged(Exception):
 
 @dataclasses.dataclass
 class Place:
-    """Where runs happen and leave their files: the same for all runs of a command."""
+    """The device and the files of all runs of a command."""
 
     device: torch.device
     world: World = dataclasses.field(default_factory=World)
     folder: Path | None = None
-    label: str = ""  # of the device, as results call it
-    checkpoints: bool = False  # one at the end of each epoch
+    label: str = ""  # name of the device in results
+    checkpoints: bool = False  # save one at the end of each epoch
     profile: bool = False
-    measure_tensors: bool = False  # memory is what the tensors of the first steps took
+    measure_tensors: bool = False  # report the tensors' memory instead of the process's
     saved: Path | None = None  # the last checkpoint
 
 
 @dataclasses.dataclass
 class Record:
-    """What was measured so far, as plain data: checkpoints carry it over a break."""
+    """The measurements so far, as plain data, so that checkpoints can contain them."""
 
     step_ms: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)  # of every step
@@ -82,11 +81,8 @@ class Record:
 
 
 class Run:
-    """One run of `settings` on `data`, from scratch or from a checkpoint.
-
-    Attributes:
-        step: how many steps are done; `total` is how many there will be.
-    """
+    """One run of `settings` on `data`, from scratch or from a checkpoint: `step` of `total` steps
+    are done."""
 
     def __init__(
         self,
@@ -104,17 +100,16 @@ class Run:
         self.total = int(min(settings.iterations or math.inf, of_epochs))
         self.step = resume["step"] if resume else 0
         self.record = Record(**resume["record"]) if resume else Record()
-        # A graph is captured in the first steps: these are off the clock.
+        # The first steps capture the graph and are not timed.
         self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
         self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
-        self._steps = StepLog(settings.print_freq, self.device)
+        self._steps: list[Tensor] = []  # loss, loss scale and skip of each step of the interval
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark
         torch.backends.cudnn.deterministic = settings.deterministic
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
 
     def build(self) -> Arm:
-        """A new network with an optimizer, in the precision of the run's arm: alone, as a copy in
-        each process, or as a share of it."""
+        """A new network with an optimizer, in the precision of the run's arm."""
         of, data = self.settings, self.data
         distributed.check(of, self.world, self.device)
         sizes = {name: getattr(data, name) for name in ("classes", "channels", "image_size")}
@@ -127,7 +122,7 @@ class Run:
         if of.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if of.fsdp:
-            distributed.shard(model, apart=of.arm in distributed.HALF_LEVELS)
+            distributed.shard(model, separate_norms=of.arm in distributed.HALF_LEVELS)
         loss_of = squared_error if of.model == "mlp" else F.cross_entropy
         arm = build_arm(of, model, loss_of, self.device)
         if self.world.size > 1 and not of.fsdp:
@@ -138,14 +133,15 @@ class Run:
     # ---- the training ----------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Train to the end of the run, and test and save after each epoch. Raises Diverged."""
+        """Train to the end of the run; test and save after each epoch. Raises Diverged."""
         from tqdm import tqdm
 
         self.arm = arm = self._start()
-        of, hidden = self.settings, None if self.world.is_main else True  # None: unless a terminal
+        of = self.settings
         title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
-        progress = {"total": self.total, "initial": self.step, "leave": False, "disable": hidden}
-        with tqdm(desc=title, **progress) as self._bar, self._profile():
+        hidden = None if self.world.is_main else True  # None: hidden unless in a terminal
+        bar = tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
+        with bar as self._bar, self._profile():
             self._clock.resume()
             while self.step < self.total:
                 epoch, start = divmod(self.step, self.data.batches_per_epoch)
@@ -156,21 +152,21 @@ class Run:
                 self._end_epoch()
 
     def _start(self) -> Arm:
-        """The arm to train, put where the checkpoint left it. It is built twice: libraries choose
-        and compile kernels in the first steps, which another model makes off the clock."""
+        """The arm to train, in the state of the checkpoint. The first of two models warms up:
+        libraries choose and compile kernels in its steps, which are not timed."""
         world, measure = self.world, self.place.measure_tensors
         self.memory.release()
         torch.manual_seed(self.seed)
-        with TensorMemory(self.device) if measure else contextlib.nullcontext() as tensors:
-            rehearsal = self.build()
+        with tensor_memory(self.device) if measure else contextlib.nullcontext() as tensors:
+            warm_up = self.build()
             for batch in islice(self.data.train_batches(0), _WARM_UP_STEPS):
-                rehearsal._step(*batch)
-        del rehearsal
+                warm_up._step(*batch)
+        del warm_up
         self._tensors = tensors and int(tensors.mib * 2**20)
         self.memory.start()
         torch.manual_seed(self.seed)  # every arm starts from the same weights
         arm = self.build()
-        if world.size > 1:  # all start from the same weights; each draws its own random numbers
+        if world.size > 1:  # from here on, each process draws its own random numbers
             torch.manual_seed(self.seed + 1000 * world.rank)
         if self.resume:
             _restore(arm, self.resume, world.rank)
@@ -188,9 +184,9 @@ class Run:
         return of.lr * lr_factor(of.schedule, step, self.total, of.warmup)
 
     def _note(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
-        """A step has ended."""
+        """A step has ended. The tensors are overwritten by the next step if it is a graph."""
         self._clock.mark()
-        self._steps.add(loss, loss_scale, skipped)
+        self._steps.append(torch.stack((loss, loss_scale, skipped)))
         self.step += 1
         self._bar.update()
         if self.step == self._timed_from:
@@ -200,7 +196,7 @@ class Run:
             self._end_interval()
 
     def _end_epoch(self) -> None:
-        """Test, if the settings say so, and save, if the command does."""
+        """Test and save, if that was asked for."""
         record = self.record
         if self.settings.evaluate:
             with distributed.gathered(self.arm.bare_model):
@@ -218,14 +214,15 @@ class Run:
         self._clock.resume()
 
     def _end_interval(self) -> None:
-        """Wait for the device, and read what the steps since the last interval left."""
+        """Wait for the device, and read the measurements of the interval's steps."""
         record = self.record
         record.step_ms += self._clock.flush() if self.step > self._timed_from else []
-        losses, scales, skipped = self._steps.flush()
+        losses, scales, skipped = torch.stack(self._steps).T.tolist()
+        self._steps.clear()
         losses = [total / self.world.size for total in self.world.sum(losses)]
         first = self.step - len(losses) + 1
         record.losses += losses
-        record.skipped_steps += sum(skipped)
+        record.skipped_steps += int(sum(skipped))
         record.memory_bytes = max(record.memory_bytes, self._memory())
         line = {"step": self.step, "time_s": record.time_s, "loss": mean_of_finite(losses)}
         line |= {"lr": self._lr(self.step - 1), "loss_scale": scales[-1]}
@@ -237,9 +234,9 @@ class Run:
     def _memory(self) -> int:
         return self.memory.peak() if self._tensors is None else self._tensors
 
-    def _check(self, scales: Sequence[float], skipped: Sequence[bool]) -> None:
-        """Raise Diverged if the interval ends in non-finite losses, or in skips only.
-        Under a dynamic scale one bad batch is skipped and forgotten: one bad loss says nothing."""
+    def _check(self, scales: Sequence[float], skipped: Sequence[float]) -> None:
+        """Raise Diverged if the interval ends in non-finite losses, or skips all steps. A single
+        non-finite loss is no sign under a dynamic scale, which skips a bad batch."""
         losses, first = self.record.losses, self.step
         if not any(map(math.isfinite, losses[-3 if any(skipped) else -1 :])):
             while first > 1 and not math.isfinite(losses[first - 2]):
@@ -252,7 +249,7 @@ class Run:
     # ---- files -----------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the run's checkpoint, in place of its last one. All processes have to."""
+        """Replace the run's checkpoint. All processes must call this."""
         model, optimizer = distributed.states_of(self.arm.bare_model, self.arm.optimizer)
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -277,7 +274,8 @@ class Run:
         of, record = self.settings, self.record
         times, images = record.step_ms, of.batch_size * self.world.size
         mean = statistics.fmean(times) if times else None
-        rates = [images / ms * 1e3 for ms in (mean, max(times), min(times))] if mean else [None] * 3
+        step_ms = {"images_per_s": mean, "images_per_s_min": max(times, default=None)}
+        step_ms["images_per_s_max"] = min(times, default=None)
         test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
         settings = dataclasses.asdict(of)
         result = {
@@ -285,23 +283,20 @@ class Run:
             **{name: settings[name] for name in _IN_RESULT},
             "gpu": self.place.label,
             "seed": self.seed,
-            # That of a run that diverged is what it was to be.
-            "iterations": self.total,
+            "iterations": self.total,  # the intended length if the run diverged
             "epochs": self.total / self.data.batches_per_epoch,
             "time_s": mean and mean * self.total / 1e3,
             "memory_mb": record.memory_bytes / 1e6,
             "memory_kind": self.memory.kind if self._tensors is None else "tensors",
             "accuracy_pct": test["accuracy"] and 100 * test["accuracy"],
             "test_loss": test["loss"],
-            **dict(
-                zip(("images_per_s", "images_per_s_min", "images_per_s_max"), rates, strict=True)
-            ),
+            **{name: ms and images / ms * 1e3 for name, ms in step_ms.items()},
             "loss_last": record.losses[-1] if record.losses else None,
             "loss_mean": mean_of_finite(record.losses),
             "loss_scale": self.arm.loss_scale(),
             "skipped_steps": record.skipped_steps,
             "diverged": diverged and {**vars(diverged), "suggestion": suggestion(of)},
-            "conditions": {  # all that repeats have in common, but the length and a row's name
+            "conditions": {  # what repeats have in common, except the fields above
                 **{name: settings[name] for name in settings if name not in _NO_CONDITION},
                 **self.data.describe(),
                 **self.arm.policy,
@@ -318,16 +313,14 @@ class Run:
 
 
 _IN_RESULT = ("recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat")
-# Those, and what changes no step.
 _NO_CONDITION = {*_IN_RESULT, "repeats", "seed", "iterations", "epochs", "print_freq", "evaluate"}
 _NO_CONDITION |= {"synthetic_size"}
 
 
 def lr_factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> float:
-    """What the peak rate is multiplied by in step `step` (from 0) of `total`: it climbs linearly
-    over the first `warmup` (a share of the run), then is "constant", falls to 0 in a line
-    ("linear") or along a cosine ("cosine"; Loshchilov and Hutter, 2017), or drops to a tenth at
-    each third of the run ("steps"; the ImageNet example's 30 of 90 epochs)."""
+    """The factor of the peak rate in step `step` (from 0) of `total`. It rises linearly over the
+    first `warmup` (a share of the run). Then it is "constant", falls to 0 ("linear", "cosine"), or
+    drops to a tenth at each third of the run ("steps", as torch's ImageNet example)."""
     climb = math.ceil(warmup * total)
     if step < climb:
         return (step + 1) / climb
@@ -337,7 +330,7 @@ def lr_factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> floa
 
 
 def suggestion(of: Settings) -> str:
-    """What to try when a run of these settings diverged."""
+    """What to try after a run of these settings diverged."""
     if of.arm == "O3":
         better = "O3 with --keep-batchnorm-fp32 True --loss-scale 128, or O2"
         return f"O3 has no FP32 masters or batch norms and no loss scaling: try {better}"
@@ -347,7 +340,7 @@ def suggestion(of: Settings) -> str:
 
 
 def mean_of_finite(losses: Sequence[float]) -> float | None:
-    """The mean without inf and NaN, which a skipped step may have had; None of nothing."""
+    """The mean without inf and NaN of skipped steps; None if nothing is left."""
     finite_ones = [loss for loss in losses if math.isfinite(loss)]
     return statistics.fmean(finite_ones) if finite_ones else None
 
@@ -356,7 +349,7 @@ def mean_of_finite(losses: Sequence[float]) -> float | None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read `path`, which may come from anywhere: nothing in it is executed."""
+    """Read `path`. Nothing in it is executed: it may come from anywhere."""
     try:
         content = io.BytesIO(path.read_bytes())
     except OSError as error:
@@ -367,7 +360,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             raise ValueError("of another format")
         Settings(**values["settings"])
         Record(**values["record"])
-    # Damaged files make torch raise nearly anything, and advise to execute what is in them.
+    # torch raises nearly anything for a damaged file, and advises to execute its contents.
     except Exception as error:
         what = f"{path} is damaged or not a checkpoint of this version"
         raise UsageError(f"--resume: {what}") from error
@@ -375,7 +368,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def position(runs: Sequence[Settings], resume: dict[str, Any] | None, world: World) -> int:
-    """Which of the `runs` a checkpoint belongs to; it may be made longer. Those before it are
+    """Which of the `runs` the checkpoint continues (the run may be longer now); those before it are
     done."""
     if resume is None:
         return 0
@@ -393,7 +386,7 @@ def position(runs: Sequence[Settings], resume: dict[str, Any] | None, world: Wor
 
 
 def _restore(arm: Arm, saved: dict[str, Any], rank: int) -> None:
-    """Put `arm` and the random numbers where they were at the checkpoint."""
+    """Restore `arm` and the random number generators from a checkpoint."""
     try:
         distributed.load_states(arm.bare_model, arm.optimizer, saved["model"], saved["optimizer"])
         arm.scaler.load_state_dict(saved["scaler"])
@@ -401,7 +394,7 @@ def _restore(arm: Arm, saved: dict[str, Any], rank: int) -> None:
         why = " ".join(str(error).split())
         raise UsageError(f"--resume: the checkpoint does not fit the model: {why}") from error
     for group in arm.optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # of a captured step, on its device
+        if isinstance(group["lr"], Tensor):  # a captured step reads it from its device
             group["lr"] = group["lr"].to(arm.device)
     rng = saved["rng"][rank]
     torch.set_rng_state(rng["cpu"])
@@ -413,8 +406,8 @@ def _restore(arm: Arm, saved: dict[str, Any], rank: int) -> None:
 
 
 def sweep(script: Script, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Train what `argv` (default: ``sys.argv``) asks for and return the exit status, which
-    docs/experiments.md explains. What the user has to put right ends in one line and status 2."""
+    """Train what `argv` (default: ``sys.argv``) asks for, and return the exit status
+    (docs/experiments.md). Errors of the user are one line and status 2."""
     argv = sys.argv[1:] if argv is None else list(argv)
     prog = prog or f"python -m ampfuse.experiments.{script.name}"
     args = parse(script, argv, prog)
@@ -460,9 +453,9 @@ def _sweep(script: Script, args: argparse.Namespace, argv: Sequence[str]) -> int
 def train_all(
     todo: Sequence[Settings], place: Place, resume: dict[str, Any] | None = None
 ) -> Iterator[Result]:
-    """Train `todo`, the first of it from `resume`; its result files are written."""
+    """Train the runs `todo`, the first one from `resume`, and write their result files."""
     for of in todo:
-        # What it is, and when, so that no run replaces another's files.
+        # With the time, so that no run replaces another's files.
         length = f"i{of.iterations}" if of.iterations else f"e{of.epochs}"
         when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
         parts = [of.experiment, of.model, of.method, f"b{of.batch_size}", length, f"r{of.repeat}"]
@@ -494,7 +487,7 @@ def heading(script: Script, todo: Sequence[Settings], device: torch.device, proc
 
 
 def line(result: Result, repeats: int = 1) -> str:
-    """One run, of so many `repeats`, in one line."""
+    """One run of `repeats` as one line."""
     name = f"{result['model']} {result['method']} batch {result['batch_size']}"
     name += f", {result['repeat'] + 1} of {repeats}" if repeats > 1 else ""
     if why := result["diverged"]:
@@ -514,6 +507,6 @@ _COLUMNS += ("accuracy, %", "skipped", "scale", "outcome")
 
 
 def table(rows: Sequence[Row], columns: Sequence[str] = _COLUMNS) -> str:
-    """The `rows` of a command, and what their methods mean."""
+    """The `rows` of a command, with explanations of their methods."""
     meanings = {f"{row['method']}: {ARMS[row['conditions']['arm']]}": None for row in rows}
     return "\n".join(["", make_table.table(rows, columns), "", *meanings])

@@ -1,7 +1,6 @@
-"""What one run is, and how a command line becomes the runs of a sweep.
+"""The settings of a run, and the runs that a command line asks for.
 
-A script describes itself as a :class:`Script`: its data and its recipes. A recipe has the settings
-that were published; a flag of the command line wins over it.
+A :class:`Script` has recipes, the published settings. A CPU changes some, and flags override both.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ ARMS = {
     "O5": "ampfuse, BF16 + masters",
 }
 LEVELS = tuple(ARMS)[4:]
-HALF_LEVELS = ("O2", "O3", "O5")  # whose weights are half, but for batch norms'
-_FUSED = ("O1", "O2", "O4", "O5")  # that fuse batch norms by themselves
+HALF_LEVELS = ("O2", "O3", "O5")  # with half weights
+_FUSED = ("O1", "O2", "O4", "O5")  # fuse batch norms by default
 _MODES = {"FP32": "fp32", "FP16": "O2", "amp": "O1"}  # E1's names
 MADE_UP = ("digits", "synthetic")  # data without a folder
 
@@ -49,12 +48,12 @@ def scale(text: str) -> float | str:
 
 _LOADERS = ("resident", "workers")
 _COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
-_ON: dict[str, Any] = {"action": "store_const", "const": True}  # None is what was not given
+_ON: dict[str, Any] = {"action": "store_const", "const": True}  # None if not given
 _SWITCH: dict[str, Any] = {"nargs": "?", "const": True, "type": switch, "metavar": "True|False"}
 
 
 def option(default: Any, help: str = "", *names: str, **kind: Any) -> Any:
-    """A field that a flag of its name sets, and one of `names`; `kind` is argparse's."""
+    """A field with a flag of its name, also called `names`; `kind` are options of argparse."""
     return dataclasses.field(default=default, metadata={"names": names, "help": help, **kind})
 
 
@@ -62,11 +61,10 @@ def option(default: Any, help: str = "", *names: str, **kind: Any) -> Any:
 class Settings:
     """One run: one arm, one batch size, one repeat.
 
-    `recipe` is None if these settings were not published together; `method` is what tables call the
-    arm. With `iterations` and `epochs` a run ends with whichever comes first. `loss_scale` is a
-    number, "dynamic", or None for what the arm does by itself. `mean` and `std` are of the pixels,
-    as shares of 255; None for those of the data set. `clip` is a norm, `schedule` one of
-    :func:`run.lr_factor`'s, and `warmup` a share of the run.
+    `recipe` is None if these settings were not published together; `method` is the arm's name in
+    tables. `loss_scale` is a number, "dynamic", or None for the arm's default. `mean` and `std` of
+    the pixels are shares of 255 (default: the data set's). `clip` is a norm, `schedule` one of
+    :func:`run.lr_factor`, and `warmup` a share of the run.
     """
 
     experiment: str
@@ -118,12 +116,10 @@ _LENGTH = {"epochs", "iterations"}
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The published settings of one experiment.
+    """The published settings of one experiment, or a function of (arm, flags) that returns them.
 
-    `settings` are those of its models, as :class:`Settings` has them, or a function of (arm, flags)
-    that returns them, where they depend on these. `cpu` makes a run of seconds to minutes on a
-    machine without a GPU. Where the write-up does not say a value, the field's usual one stands
-    here and `ours` names it.
+    `cpu` makes a run of seconds to minutes without a GPU. `ours` names the settings that the
+    write-up does not mention.
     """
 
     name: str
@@ -136,8 +132,8 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """One command; the first model of its first recipe is the default. `data` is the default of
-    ``--data``, `distributed` says whether it trains in several processes too."""
+    """One command. `data` is the default of ``--data``, `distributed` allows several processes; the
+    first model of the first recipe is the default."""
 
     name: str
     title: str
@@ -150,8 +146,7 @@ class Script:
 
 
 def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
-    """Parse `argv`; flags may be written with "_" for "-", as in the published scripts. Exits with
-    status 2 on what is wrong."""
+    """Parse `argv`; flags may have "_" for "-", as in the published scripts."""
     text = f"{script.title}\n\nRecipes (published settings; flags override them):\n"
     for recipe in script.recipes:
         text += f"  {recipe.name}  {recipe.title}\n      models: {', '.join(recipe.models)}\n"
@@ -182,17 +177,15 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     add("--checkpoints", **_ON, help="save one at the end of each epoch")
     add("--prof", type=int, default=0, metavar="N", help="profile N steps and write a trace")
     add = parser.add_argument_group("how to train, the same for every arm").add_argument
+    hidden = argparse.SUPPRESS
     for name, field in FIELDS.items():
         if field.metadata and (script.distributed or name not in _DISTRIBUTED):
             flag, kind = name.replace("_", "-"), dict(field.metadata)
             add(f"--{flag}", *kind.pop("names"), **kind)
             if kind.get("type") is switch:
-                add(
-                    f"--no-{flag}",
-                    **_ON | {"const": False, "dest": name, "help": argparse.SUPPRESS},
-                )
-    todays = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
-    return parser.parse_intermixed_args(todays)
+                add(f"--no-{flag}", dest=name, action="store_false", default=None, help=hidden)
+    words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+    return parser.parse_intermixed_args(words)
 
 
 # ---- the runs ------------------------------------------------------------------------------------
@@ -201,7 +194,7 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
 def runs_of(
     args: argparse.Namespace, script: Script, device: torch.device
 ) -> tuple[list[Settings], str]:
-    """The runs that `args` ask for, in order, and a note on what was chosen for the user."""
+    """The runs that `args` ask for, in order, and a note on sizes that a CPU changed."""
     arms, method, loss_scale = _precision(args, device)
     if args.graph and device.type != "cuda":
         raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
@@ -211,7 +204,7 @@ def runs_of(
         raise UsageError(f"--data {args.data} and {args.folder}: give only one data folder")
     if not (data := args.data or args.folder or script.data):
         raise UsageError("--data is required: a folder, digits or synthetic")
-    # The recipe asked for, else that of the model, else the script's first.
+    # The given recipe, or that of the model, or the script's first.
     recipes = [recipe for recipe in script.recipes if args.recipe in (None, recipe.name)]
     recipe = next((recipe for recipe in recipes if args.model in recipe.models), recipes[0])
     model = args.model or recipe.models[0]
@@ -224,7 +217,7 @@ def runs_of(
         flags |= {"batch_size": size} if size else {}
         of_arm = [flags | {"arm": arm, "method": method or arm} for arm in arms]
         of_size = [_resolved(recipe, one, device) for one in of_arm]
-        # Arms take turns, so that whatever else the machine does meets all of them alike.
+        # Arms take turns, so that other load of the machine affects all of them alike.
         repeats = range(of_size[0].repeats)
         runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
     small = {n: v for n, v in recipe.cpu.items() if n != "repeats" and getattr(runs[0], n) == v}
@@ -237,7 +230,7 @@ def runs_of(
 def _precision(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[list[str], str | None, float | str | None]:
-    """Arms, method and loss scale, from today's flags or from those of the published scripts."""
+    """Arms, method and loss scale, from our flags or those of the published scripts."""
     scales = {"--loss-scale": args.loss_scale, "--static-loss-scale": args.static_loss_scale}
     ways = {"--arm": args.arm, "--mode": args.mode, "--fp16": args.fp16}
     ways["--opt-level"] = args.opt_level if args.mode != "amp" else None
@@ -251,7 +244,7 @@ def _precision(
     if args.fp16:
         return ["O2"], "fp16", loss_scale or 1.0
     arms = args.arm or ([args.opt_level] if args.opt_level else ["fp32"])
-    # E4's FP32 line has a static scale, but no --fp16.
+    # The FP32 line of E4 has a static scale, but no --fp16.
     if not (args.arm or args.opt_level or args.static_loss_scale):
         arms.append("O2" if device.type == "cuda" else "O5")
     if "all" in arms:
@@ -266,32 +259,31 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def _resolved(recipe: Recipe, flags: Mapping[str, Any], device: torch.device) -> Settings:
-    """The recipe's settings, what a CPU changes over them, and the `flags` over both."""
+    """The settings of the recipe, changed for a CPU and then by `flags`."""
     arm, made_up = flags["arm"], flags["data"] in MADE_UP
     published = recipe.settings(arm, flags) if callable(recipe.settings) else recipe.settings
     cpu = {"print_freq": 5, **recipe.cpu} if device.type == "cpu" else {}
     settings: dict[str, Any] = {}
     for layer in (published, cpu, flags):
-        if _LENGTH & layer.keys():  # replaces any other
+        if _LENGTH & layer.keys():  # replaces any other length
             settings = {n: v for n, v in settings.items() if n not in _LENGTH}
         settings |= layer
-    # What follows from these.
     if "loader" not in flags and made_up:
         settings["loader"] = "resident"
     elif "loader" not in flags and flags.get("workers"):
         settings["loader"] = "workers"
-    if "workers" in settings and "workers" not in flags:  # more of them than cores slow it down
+    if "workers" in settings and "workers" not in flags:  # more workers than cores are slower
         settings["workers"] = min(settings["workers"], hardware.core_count())
     if settings.get("deterministic"):
         settings["cudnn_benchmark"] = False
-    # Noise for a few steps is enough; more of it would only cost memory.
+    # Noise for a few steps is enough.
     settings.setdefault("synthetic_size", max(2048, 4 * settings.get("batch_size", 128)))
     if arm not in ("amp-fp16", *LEVELS[1:]):
         settings["loss_scale"] = None
     if arm not in HALF_LEVELS:
         settings["keep_batchnorm_fp32"] = None
     if arm not in LEVELS or "fuse" not in flags:
-        gathered_apart = settings.get("fsdp") and arm in HALF_LEVELS
+        separate_norms = settings.get("fsdp") and arm in HALF_LEVELS
         nhwc = settings.get("channels_last", True)
-        settings["fuse"] = arm in _FUSED and nhwc and not gathered_apart
+        settings["fuse"] = arm in _FUSED and nhwc and not separate_norms
     return Settings(**settings)
