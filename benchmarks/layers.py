@@ -79,7 +79,7 @@ def _add_relu(y: Tensor, residual: Sequence[Tensor]) -> Tensor:
 
 
 def fused_norm(x: Tensor, *others: Tensor) -> Tensor:
-    from ampfuse.nn.functional import batch_norm_act
+    from ampfuse.nn import batch_norm_act
 
     *residual, weight, bias = others
     options: Any = {"training": True, "activation": "relu", "residual": (*residual, None)[0]}

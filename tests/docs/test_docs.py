@@ -23,7 +23,7 @@ BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
 OTHER_MACHINES = (ROOT / "docs" / "other_machines.md").read_text()
 API = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.rst"))
 MODULES = ("ampfuse", *(f"ampfuse.{name}" for name in "amp optim nn ops graphs insight".split()))
-MODULES += ("ampfuse.nn.functional", "ampfuse.doctor")
+MODULES += ("ampfuse.doctor",)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -247,6 +247,47 @@ def test_links_lead_to_files_and_sections(page):
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
         assert not section or section in anchors(target), link
+
+
+# What CONTRIBUTING.md says of an addition, an example of it, and the most files that it may cost.
+ADDITIONS = {
+    "an optimizer": ("lion", r"\b(Lion|LionOp|lion)\b", 6),
+    "a storage type": ("8bit", r"8bit|kSigned8", 8),
+    "a fused layer": ("norm", r"norm", 7),
+}
+
+
+@pytest.mark.parametrize("addition", ADDITIONS)
+def test_additions_cost_few_files(addition):
+    name, pattern, most = ADDITIONS[addition]
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page.partition(f"## How to add {addition}\n")[2].partition("\n## ")[0]
+    files = [line.strip("`").replace("NAME", name) for line, _ in cells(table(section, "| file"))]
+    words = dict(enumerate("Five Six Seven Eight Nine Ten".split(), 5))
+    assert f"\n{words[len(files)]} files change" in section
+    assert len(files) <= most
+    for file in files:
+        assert re.search(pattern, (ROOT / file).read_text()), file
+
+
+@pytest.mark.parametrize(
+    ("identifier", "folders", "most"),
+    [
+        (r"\bLion(Op)?\b|\blion\b", ["csrc", "python/ampfuse/optim"], 4),
+        (r"\bkRandomBFloat16\b", ["csrc"], 6),  # BF16 states
+        (r"\b(norm_ops|NormBackward|NormWeights)\b", ["csrc"], 3),
+    ],
+    ids=["Lion", "BF16 states", "norms"],
+)
+def test_few_files_name_what_was_added(identifier, folders, most):
+    """In code: comments and docstrings may."""
+    found = []
+    for file in (file for folder in folders for file in (ROOT / folder).rglob("*.*")):
+        if file.suffix in (".h", ".cpp", ".cu", ".cuh", ".py"):
+            comment = r"//[^\n]*" if file.suffix != ".py" else r'""".*?"""|#[^\n]*'
+            if re.search(identifier, re.sub(comment, "", file.read_text(), flags=re.DOTALL)):
+                found.append(file)
+    assert 0 < len(found) <= most, found
 
 
 @pytest.mark.parametrize(

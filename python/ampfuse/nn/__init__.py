@@ -6,18 +6,7 @@ Images are fast in ``torch.channels_last``.
 """
 
 from ampfuse.nn import functional
-from ampfuse.nn.functional import (
-    add_layer_norm,
-    add_rms_norm,
-    bias_act,
-    cross_entropy,
-    gated_act,
-    layer_norm,
-    linear_cross_entropy,
-    patch_conv2d,
-    rms_norm,
-    split_qkv,
-)
+from ampfuse.nn.functional import *  # noqa: F403 (a new function is named there alone)
 from ampfuse.nn.fuse import FusionReport, fuse, unfuse
 from ampfuse.nn.modules import BatchNormAct2d, LinearCrossEntropy, recompute_norms
 
@@ -25,18 +14,8 @@ __all__ = [
     "BatchNormAct2d",
     "FusionReport",
     "LinearCrossEntropy",
-    "add_layer_norm",
-    "add_rms_norm",
-    "bias_act",
-    "cross_entropy",
-    "functional",
     "fuse",
-    "gated_act",
-    "layer_norm",
-    "linear_cross_entropy",
-    "patch_conv2d",
     "recompute_norms",
-    "rms_norm",
-    "split_qkv",
     "unfuse",
 ]
+__all__ += functional.__all__

@@ -14,7 +14,19 @@ from torch.nn import _reduction as _Reduction
 
 from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 
-__all__ = ["batch_norm_act"]  # ampfuse.nn exports the other functions
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "batch_norm_act",
+    "bias_act",
+    "cross_entropy",
+    "gated_act",
+    "layer_norm",
+    "linear_cross_entropy",
+    "patch_conv2d",
+    "rms_norm",
+    "split_qkv",
+]
 
 Activation = Literal["relu"] | None
 Reduction = Literal["mean", "sum", "none"]
