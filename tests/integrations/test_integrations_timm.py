@@ -24,7 +24,8 @@ def test_each_name_makes_its_optimizer_with_all_that_timm_passes(name):
     options = {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-3, "betas": (0.7, 0.8), "momentum": 0.6}
     optimizer = create_optimizer_v2(model, f"ampfuse-{name}", **options, master_weights=True)
     kind = type(optimizer)
-    assert kind.__module__ == f"ampfuse.optim.{name.removesuffix('w')}"
+    assert kind.__module__ == "ampfuse.optim.optimizers"
+    assert kind.__name__.lower() == name
     taken = options.keys() & inspect.signature(kind).parameters.keys()
     for group, decay in zip(optimizer.param_groups, (0.0, 0.01), strict=True):
         expected = {key: options[key] for key in taken} | {"weight_decay": decay}
