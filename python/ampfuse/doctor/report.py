@@ -96,6 +96,13 @@ class Report:
         return self.gain_of(self.full_ms("matrix") + self.full_ms("memory", "norm") / 2)
 
     @property
+    def bound(self) -> str:
+        """``half_limit`` in words."""
+        share = f"{self.full_ms('matrix') / self.step_ms:.0%} of a step"
+        limit = f"At most {self.half_limit:.2f}x from half precision"
+        return f"{limit}, if the FP32 matrix work ({share}) took no time."
+
+    @property
     def half_type(self) -> str:
         """The half type that the device computes in: "BF16", "FP16" or ""."""
         if self.is_on_gpu:
@@ -133,11 +140,7 @@ class Report:
         for op in self.operations[:5]:
             call = f"{op.calls:g} x {op.event.name} {op.shapes}"
             lines.append(f"  {op.ms:9.2f} ms  {call}".rstrip())
-        lines.append(
-            f"\nAt most {self.half_limit:.2f}x from half precision, if the FP32 matrix work "
-            f"({self.full_ms('matrix') / self.step_ms:.0%} of a step) took no time."
-        )
-        lines += [f"\n{self.attention}"] if self.attention else []
+        lines += [f"\n{text}" for text in (self.bound, self.attention) if text]
         would = "wait for the device" if self.is_on_gpu else "would wait for a GPU"
         lines += [f"\nLines that {would}, in a step:"] if self.waits else []
         lines += [f"  {line}" for line in self.waits[:10]]
