@@ -78,21 +78,7 @@ class PinnedRing {
     cudaEvent_t copied = nullptr;
   };
 
-  // While copies from a buffer are queued; also one that fails leaves those before it.
-  class Use {
-   public:
-    Use(Buffer& buffer, cudaStream_t stream) : buffer_(buffer), stream_(stream) {}
-    ~Use() { (void)cudaEventRecord(buffer_.copied, stream_); }
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
-    char* memory() const { return buffer_.memory; }
-
-   private:
-    Buffer& buffer_;
-    cudaStream_t stream_;
-  };
-
-  // A buffer of at least `bytes`.
+  // A buffer of at least `bytes`. The caller records `copied` after the copies, failed ones too.
   Buffer& take(size_t bytes) {
     bool free = !buffers_.empty() && done(buffers_[next_]);
     if (!free && buffers_.size() < kMaxBuffers) {
@@ -227,15 +213,18 @@ class Upload {
     for (const Span& span : spans_) bytes += span.end - span.begin;
     PinnedRing& ring = pinned_ring();
     const std::lock_guard<std::mutex> lock(ring.mutex);
-    const PinnedRing::Use use(ring.take(bytes), stream);
-    char* staged = use.memory();
+    PinnedRing::Buffer& buffer = ring.take(bytes);
+    char* staged = buffer.memory;
+    cudaError_t copied = cudaSuccess;
     for (const Span& span : spans_) {
       const size_t size = span.end - span.begin;
       std::memcpy(staged, columns_.image.data() + span.begin, size);
-      CUDA_CHECK(
-          cudaMemcpyAsync(device() + span.begin, staged, size, cudaMemcpyHostToDevice, stream));
+      copied = cudaMemcpyAsync(device() + span.begin, staged, size, cudaMemcpyHostToDevice, stream);
+      if (copied != cudaSuccess) break;
       staged += size;
     }
+    CUDA_CHECK(cudaEventRecord(buffer.copied, stream));  // copies before a failed one are queued
+    CUDA_CHECK(copied);
   }
 
  private:
