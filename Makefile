@@ -9,7 +9,8 @@
 #                   that one; NOTEBOOKS=--full: with the sizes that they choose for a CPU
 #
 # make wheel        builds a wheel with a binding for each release of torch, into dist/;
-#                   WHEEL_PYTHONS="python3.12 python3.13": for these Pythons, one each
+#                   WHEEL_PYTHONS="python3.12 python3.13": for these Pythons, one each;
+#                   WHEEL_ARCH=aarch64: for ARM, by a cross-compiler
 # make release      the same and a source distribution, each installed and tried; then checksums
 #
 # Each does all its own set-up: a virtual environment in .venv, torch, the build. A second call does
@@ -90,7 +91,7 @@ notebooks: $(STAMPS)/notebooks
 	$(PY) notebooks/execute.py $(NOTEBOOKS)
 
 wheel: .venv/wheel
-	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python buildtools/wheel.py $(WHEEL_ARGS) $(WHEEL_PYTHONS)
+	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python buildtools/wheel.py $(if $(WHEEL_ARCH),--arch $(WHEEL_ARCH)) $(WHEEL_ARGS) $(WHEEL_PYTHONS)
 
 release: .venv/release
 	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python buildtools/release.py $(WHEEL_PYTHONS)
@@ -105,6 +106,7 @@ lint: .venv/lint $(STAMPS)/ready
 	PYTHONPATH=python .venv/bin/lint-imports
 	$(CXX_FILES) | xargs .venv/bin/clang-format --dry-run -Werror
 	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	.venv/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	@if command -v actionlint; then actionlint; fi # no registry of Python's has it
 
 format: .venv/lint

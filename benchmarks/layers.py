@@ -126,13 +126,13 @@ def fused_loss(x: Tensor) -> Tensor:
 
 
 class Layer(NamedTuple):
-    """What a case runs: functions by arm, of `inputs` in half and then of `weights`.
+    """What a case runs: functions by variant, of `inputs` in half and then of `weights`.
 
     `half_bytes` are read and written for an element of the first input; `count` layers run one
     after another.
     """
 
-    arms: dict[str, Function]
+    variants: dict[str, Function]
     inputs: Sequence[Shape]
     weights: Sequence[Shape] = ()
     weight_dtype: torch.dtype | None = None  # None: that of the inputs
@@ -150,30 +150,30 @@ def layer_of(case: str, kind: str) -> Layer:
     if name == "norm":
         channels, side = map(int, sizes[:2])
         image, residual = (BATCH[kind], channels, side, side), case.endswith("residual")
-        arms = {"torch": norm, "fused": fused_norm, "cuDNN": cudnn_norm}
+        variants = {"torch": norm, "fused": fused_norm, "cuDNN": cudnn_norm}
         # moments, apply, reduce, dx; a residual is read, and its gradient written and read
         half_bytes = 2 * (1 + 2 + 2 + 3 + 2 * residual) + 3 / 8
         count = max(1, (96 << 20) // (2 * math.prod(image)))
         weights = [(channels,)] * 2
-        return Layer(arms, [image] * (1 + residual), weights, torch.float32, half_bytes, count)
+        return Layer(variants, [image] * (1 + residual), weights, torch.float32, half_bytes, count)
     _, columns = shape = ROWS[case]
     if name in ("rows", "rms"):  # forward, backward, weights
-        arms = {"torch": add_norm, "fused": fused_add_norm}
+        variants = {"torch": add_norm, "fused": fused_add_norm}
         weights = [(columns,)] * (2 if name == "rows" else 1)
-        return Layer(arms, [shape] * 2, weights, half_bytes=8 + 8 + 4)
+        return Layer(variants, [shape] * 2, weights, half_bytes=8 + 8 + 4)
     if name == "loss":
         return Layer({"torch": loss, "fused": fused_loss}, [shape], half_bytes=2 + 4)
-    arms = {"torch": partial(act, name), "fused": partial(fused_act, name)}
+    variants = {"torch": partial(act, name), "fused": partial(fused_act, name)}
     gated = case.endswith("gated")
     other, half_bytes = (shape, 6 + 10) if gated else ((columns,), 4 + 6)
-    return Layer(arms, [shape, other], half_bytes=half_bytes)
+    return Layer(variants, [shape, other], half_bytes=half_bytes)
 
 
 class Call:
     """Forward and backward of a case."""
 
     def __init__(
-        self, case: str, arm: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
+        self, case: str, variant: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         layer = layer_of(case, device.type)
 
@@ -182,7 +182,7 @@ class Call:
             images = torch.channels_last if x.dim() == 4 else torch.contiguous_format
             return x.contiguous(memory_format=images).requires_grad_()
 
-        self.function = layer.arms[arm]
+        self.function = layer.variants[variant]
         self.layers = [[tensor(shape) for shape in layer.inputs] for _ in range(layer.count)]
         options: Any = {"device": device, "dtype": layer.weight_dtype or dtype}
         self.weights = [torch.ones(s, **options).requires_grad_() for s in layer.weights]
@@ -205,7 +205,7 @@ def layer_rows(case: str, options: Any, worker: Worker) -> list[Row]:
         "fused": Variant(clock, Call(case, "fused", device)),
         "copy": bounds(clock, layer.elements, layer.half_bytes)["copy"],
     }
-    if kind == "cuda" and "cuDNN" in layer.arms:
+    if kind == "cuda" and "cuDNN" in layer.variants:
         try:
             variants["cuDNN"] = worker.variant(Call, case, "cuDNN", device, torch.float16)
         except WorkerError as error:  # keeps no other from being measured

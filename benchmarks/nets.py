@@ -4,9 +4,9 @@
     python benchmarks/nets.py --host
 
 A step is forward pass, loss, backward pass and update on one batch of random data: AdamW for what
-has attention or an LSTM, SGD with momentum for nets with batch norms, images in channels-last
-memory, cuDNN's algorithms chosen by trying them. Each arm of a net has a process of its own, on a
-GPU, where starting one takes long, for all nets; torch's never import ampfuse. Arms:
+has attention or an LSTM, SGD with momentum for networks with batch norms, images in channels-last
+memory, cuDNN's algorithms chosen by trying them. Each variant of a network has a process of its
+own, on a GPU, where starting one takes long, for all networks; torch's never import ampfuse:
 
     FP32                  torch, torch's fused optimizer
     torch.amp             torch.autocast in BF16, torch's fused optimizer
@@ -19,18 +19,18 @@ GPU, where starting one takes long, for all nets; torch's never import ampfuse. 
     ..., .float() loss    torch.amp and O5 of language models, the loss of logits.float()
     O4, O2                autocast in BF16, ampfuse's optimizer; O5 in FP16, on a GPU
     O5, unfused           without ampfuse.nn.fuse
-    O5, recomputed        fused, under ampfuse.nn.recompute_norms; nets with batch norms
+    O5, recomputed        fused, under ampfuse.nn.recompute_norms; networks with batch norms
     O5, torch's loss      --parts: of logits in FP32 memory; "norms" and so on: with these unfused
     O5, clipped           --parts: with ampfuse's clip_grad_norm_; "O5, torch's clipping": by
                           torch.nn.utils, of the masters' gradients
 
 "products", "attention" and "convolutions" are what these take of a step of O5, by the profiler: no
-fusion shortens them. The column memory_mib has the peak of a step's tensors. Rows of other nets
+fusion shortens them. The column memory_mib has the peak of a step's tensors. Rows of other networks
 that the CSV has stay there.
 
-With --host it is the host's time, on one thread, for nets whose kernels are next to nothing (see
-step.py), at O1 and under torch.amp in FP16: 37 linear layers of width 8, and 6 encoder layers of
-width 16.
+With --host it is the host's time, on one thread, for networks whose kernels are next to nothing
+(see step.py), at O1 and under torch.amp in FP16: 37 linear layers of width 8, and 6 encoder layers
+of width 16.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from torch.profiler import profile
 
 # Name, side of the images or tokens of a text, batch on a CPU (0: not measured there) and on a GPU.
 # What is wanted most comes first.
-NETS = {
+NETWORKS = {
     "gpt2": ("GPT-2 124M", 1024, 0, 16),
     "gpt": ("GPT", 256, 8, 64),
     "vit_small_patch16_224": ("ViT-S/16", 224, 8, 256),
@@ -81,55 +81,59 @@ TINY = "mlp", "transformer"
 LANGUAGE = "gpt", "gpt2", "llama"
 
 
-def size_of(net: str, quick: bool, device: torch.device) -> tuple[int, int]:
+def size_of(network: str, quick: bool, device: torch.device) -> tuple[int, int]:
     """Side (or tokens) and batch."""
-    _, side, *batches = NETS[net]
+    _, side, *batches = NETWORKS[network]
     if quick:
-        return side if net.startswith("vit") else min(side, 32), 2
+        return side if network.startswith("vit") else min(side, 32), 2
     return side, batches[device.type == "cuda"]
 
 
-def case_of(net: str, options: Any) -> str:
+def case_of(network: str, options: Any) -> str:
     if options.host:
-        return f"{net}-step"
-    side, batch = size_of(net, options.quick, options.device)
-    size = f"sequence {side}" if net in TEXTS else f"{side}x{side}"
-    return f"{NETS[net][0]} (batch {batch}, {size})"
+        return f"{network}-step"
+    side, batch = size_of(network, options.quick, options.device)
+    size = f"sequence {side}" if network in TEXTS else f"{side}x{side}"
+    return f"{NETWORKS[network][0]} (batch {batch}, {size})"
 
 
-def optimizer_of(net: str) -> str:
-    return "SGD" if net in (*NORMED, *TINY) else "AdamW"
+def optimizer_of(network: str) -> str:
+    return "SGD" if network in (*NORMED, *TINY) else "AdamW"
 
 
 class Step:
-    """FP32, which the other arms change. `cast` is applied to the output before the loss."""
+    """FP32, which the other variants change. `cast` is applied to the output before the loss."""
 
     fused: bool | None = True  # torch's optimizers
 
     def __init__(
-        self, net: str, quick: bool, device: torch.device, cast: Callable[..., Tensor] | None = None
+        self,
+        network: str,
+        quick: bool,
+        device: torch.device,
+        cast: Callable[..., Tensor] | None = None,
     ) -> None:
         self.cast = cast
         torch.manual_seed(0)
         torch.backends.cudnn.benchmark = True
-        side, batch = size_of(net, quick, device) if net in NETS else (0, 0)
+        side, batch = size_of(network, quick, device) if network in NETWORKS else (0, 0)
         labels: tuple[int, ...] = (batch,)
-        if net in TINY:
-            self.model, shape = tiny_model(net)
+        if network in TINY:
+            self.model, shape = tiny_model(network)
             self.x, labels, classes = torch.randn(shape, device=device), shape[:-1], shape[-1]
-        elif net in TEXTS:
-            self.model, words, classes = text_model(net, side, small=quick)
+        elif network in TEXTS:
+            self.model, words, classes = text_model(network, side, small=quick)
             self.x = torch.randint(words, (batch, side), device=device)
-            labels = labels if net.startswith("bert") else (batch, side)
+            labels = labels if network.startswith("bert") else (batch, side)
         else:
-            self.model, classes = image_model(net, side, classes=100), 100
+            self.model, classes = image_model(network, side, classes=100), 100
             self.model.to(memory_format=torch.channels_last)
             x = torch.randn(batch, 3, side, side, device=device)
             self.x = x.contiguous(memory_format=torch.channels_last)
         self.model.to(device)
         self.y = torch.randint(classes, labels, device=device)
         params = self.model.parameters()
-        if optimizer_of(net) == "SGD":
+        if optimizer_of(network) == "SGD":
             options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-4}
             self.optimizer = torch.optim.SGD(params, fused=self.fused, **options)
         else:
@@ -189,8 +193,8 @@ class TorchAmp(Step):
 
 
 class Ours(Step):
-    """O5, which our other arms change. `unfused` are parts that are not fused, `clip` is "torch's"
-    or "ours", and `compiled` is "model", or "loss" for model and loss as one function."""
+    """O5, which our other variants change. `unfused` are parts that are not fused, `clip` is
+    "torch's" or "ours", and `compiled` is "model", or "loss" for model and loss as one function."""
 
     fused = None
 
@@ -267,9 +271,9 @@ class Share(Ours):
         return of_host and any(name in event.key for name in self.names)
 
 
-Arms = dict[str, Callable[..., Step]]
+Variants = dict[str, Callable[..., Step]]
 # What is compared comes first.
-ARMS: Arms = {
+VARIANTS: Variants = {
     "torch.amp, expert": partial(TorchAmp, expert="default"),
     "O5": Ours,
     "O5, compiled": partial(Ours, compiled="model"),
@@ -277,25 +281,25 @@ ARMS: Arms = {
     "torch.amp, compiled": partial(TorchAmp, compiled=True),
     "FP32": Step,
 }
-ON_GPU: Arms = {
+ON_GPU: Variants = {
     "O5, compiled and captured": partial(Captured, compiled="model"),
     "O5, captured": Captured,
     "torch.amp, expert, captured": partial(TorchAmp, expert="reduce-overhead"),
 }
-MORE: Arms = {
+MORE: Variants = {
     "torch.amp, .float() loss": partial(TorchAmp, cast=Tensor.float),
     "O5, .float() loss": partial(Ours, cast=Tensor.float),
     "O4": partial(Ours, level="O4", fuse=False),
     "O5, unfused": partial(Ours, fuse=False),
     "O5, recomputed": partial(Ours, recompute=True),
 }
-PARTS: Arms = {
+PARTS: Variants = {
     "O5, torch's loss": partial(Ours, cast=methodcaller("as_subclass", Tensor)),
     **{f"O5, torch's {part}": partial(Ours, unfused=[part]) for part in ("norms", "activations")},
     "O5, clipped": partial(Ours, clip="ours"),
     "O5, torch's clipping": partial(Ours, clip="torch's"),
 }
-HOST: Arms = {
+HOST: Variants = {
     "torch.amp": partial(TorchAmp, half="float16"),
     "FP32": Step,
     "ampfuse O1": partial(Ours, level="O1", fuse=False),
@@ -308,80 +312,92 @@ KINDS = {
 }
 
 
-def arms_of(net: str, options: Any) -> Arms:
+def variants_of(network: str, options: Any) -> Variants:
     """Those of the tables first, then all others and the shares."""
     if options.host:
         return HOST
     on_gpu = options.device.type == "cuda"
-    arms = ARMS | (ON_GPU if on_gpu else {}) | MORE | (PARTS if options.parts else {})
-    arms |= {"O2": partial(Ours, level="O2")} if on_gpu else {}
-    left_out = ["O5, torch's activations" if net in NORMED else "O5, recomputed"]
-    if net not in LANGUAGE:
-        left_out += [name for name in arms if ".float()" in name]
-    arms = {name: arm for name, arm in arms.items() if name not in left_out}
-    return arms | {kind: partial(Share, kind) for kind in KINDS}
+    variants = VARIANTS | (ON_GPU if on_gpu else {}) | MORE | (PARTS if options.parts else {})
+    variants |= {"O2": partial(Ours, level="O2")} if on_gpu else {}
+    left_out = ["O5, torch's activations" if network in NORMED else "O5, recomputed"]
+    if network not in LANGUAGE:
+        left_out += [name for name in variants if ".float()" in name]
+    variants = {name: variant for name, variant in variants.items() if name not in left_out}
+    return variants | {kind: partial(Share, kind) for kind in KINDS}
 
 
 def rows(
-    net: str, arms: Arms, options: Any, in_a_row: bool, worker_of: Callable[[str], Worker]
+    network: str,
+    variants: Variants,
+    options: Any,
+    in_a_row: bool,
+    worker_of: Callable[[str], Worker],
 ) -> Iterator[list[Row]]:
-    """The rows of one net, measured in turns or in a row, in groups as they were measured."""
-    device, case, optimizer = options.device, case_of(net, options), optimizer_of(net)
+    """The rows of one network, measured in turns or in a row, in groups as they were measured."""
+    device, case, optimizer = options.device, case_of(network, options), optimizer_of(network)
     repeats = options.repeats if options.quick or not options.host else max(options.repeats, 200)
-    workers = {arm: worker_of("O5, shares" if arm in KINDS else arm) for arm in arms}
-    for group in [[arm] for arm in arms] if in_a_row else [[*arms]]:
+    workers = {
+        variant: worker_of("O5, shares" if variant in KINDS else variant) for variant in variants
+    }
+    for group in [[variant] for variant in variants] if in_a_row else [[*variants]]:
         steps = {}
-        for arm in group:
+        for variant in group:
             try:
-                step = workers[arm].variant(arms[arm], net, options.quick, device)
+                step = workers[variant].variant(variants[variant], network, options.quick, device)
                 step()  # compiles it
-                steps[arm] = step
+                steps[variant] = step
             except WorkerError as error:  # keeps no other from being measured
-                print(f"{case:28s} {arm}: not run ({error})")
+                print(f"{case:28s} {variant}: not run ({error})")
         try:
             # (A GPU's profiler takes a second for each.)
             times = measure(steps, 3 if in_a_row and group[0] in KINDS else repeats, 1)
-            times = {arm: values for arm, values in times.items() if any(values)}
+            times = {variant: values for variant, values in times.items() if any(values)}
             # (What a graph allocates, the allocator counts at its capture alone.)
-            measured = [arm for arm in steps if arm not in KINDS and "captured" not in arm]
-            memory = {arm: steps[arm].memory_mib() for arm in measured}
+            measured = [
+                variant for variant in steps if variant not in KINDS and "captured" not in variant
+            ]
+            memory = {variant: steps[variant].memory_mib() for variant in measured}
             if times:
                 yield rows_of(device, times, memory_mib=memory, case=case, optimizer=optimizer)
         except WorkerError as error:
             print(f"{case:28s} {', '.join(steps)}: not run ({error})")
-        for arm in group:
-            workers[arm].clear()
+        for variant in group:
+            workers[variant].clear()
 
 
 def main() -> None:
-    """Measures all arms of each net on all threads, in turns, and writes the CSV. On a GPU, whose
-    memory one arm may fill, it measures them in a row, the arms of the tables first."""
+    """Measures all variants of each network on all threads, in turns, and writes the CSV. On a GPU,
+    whose memory one variant may fill, it measures them in a row, those of the tables first."""
     options = options_of(
         __doc__,
         "nets",
         parts="also O5 without one part of the fusing, and with clipping",
-        host="the host's time for tiny nets, on one thread",
+        host="the host's time for tiny networks, on one thread",
     )
     torch.set_num_threads(options.threads[-1])
     results = Results(options)
     in_a_row = options.device.type == "cuda" and not options.host
-    nets = [net for net in (TINY if options.host else NETS) if results.want(net)]
+    networks = [
+        network for network in (TINY if options.host else NETWORKS) if results.want(network)
+    ]
     with ExitStack() as processes:
 
         @cache
-        def worker_of(arm: str) -> Worker:
+        def worker_of(variant: str) -> Worker:
             clock = HostClock if options.host else Clock
-            ours = not arm.startswith(("torch", "FP32"))
+            ours = not variant.startswith(("torch", "FP32"))
             return processes.enter_context(Worker(clock, options.device, with_ampfuse=ours))
 
         for first in (True, False) if in_a_row else (None,):
-            for net in nets:
-                if options.host or size_of(net, options.quick, options.device)[1]:
-                    arms = arms_of(net, options).items()
-                    now = {a: make for a, make in arms if first in (None, a in ARMS | ON_GPU)}
-                    for measured in rows(net, now, options, in_a_row, worker_of):
+            for network in networks:
+                if options.host or size_of(network, options.quick, options.device)[1]:
+                    variants = variants_of(network, options).items()
+                    now = {
+                        a: make for a, make in variants if first in (None, a in VARIANTS | ON_GPU)
+                    }
+                    for measured in rows(network, now, options, in_a_row, worker_of):
                         results.add(measured)
-                    if not in_a_row:  # what they hold is memory that the next net needs
+                    if not in_a_row:  # what they hold is memory that the next network needs
                         processes.close()
                         worker_of.cache_clear()
     results.finish()

@@ -1,4 +1,4 @@
-"""What half precision does to what a network learns: small trainings of three seeds in every arm.
+"""What half precision does to what a network learns: each variant trains small tasks, 3 seeds.
 
     python benchmarks/quality.py [--tasks text ...] [--arms split ...]
     python benchmarks/quality.py --tasks            # only prints the tables and draws the curves
@@ -8,8 +8,8 @@
 Runs replace their rows. The last are the examples of frameworks, see harness/frameworks.py. Into
 results/memory_quality.csv go the ways to save memory, at O5:
 
-    wide-resnet  experiment E2's net and recipe, as Wide-ResNet-10-1 on scikit-learn's digits
-    mlp          experiment E5's perceptron and loss, 256 wide, on the digits as 16x16 pixels; with
+    wide-resnet  experiment E2's network and recipe, as Wide-ResNet-10-1 on scikit-learn's digits
+    mlp          experiment E5's MLP and loss, 256 wide, on the digits as 16x16 pixels; with
                  momentum 0.9 and a higher rate, as E5's own recipe keeps no state and learns little
     text         a transformer of two layers that learns sentences of a fixed grammar; AdamW
 
@@ -20,9 +20,9 @@ Into results/fused_accuracy.csv go the levels, with batch norms fused and left a
 Into results/muon_quality.csv go AdamW and Muon, in FP32 and at O5 with split masters and states in
 8 bits: ``text`` for half as many steps, and ``wrn16_4`` for 5 epochs of the digits as they are.
 
-A seed gives the same initial weights, batches and dropout in every arm. An arm's loss (of the last
-4 % of the steps; of the trained net on the test set) is within the spread if its mean is above the
-first arm's by no more than the first arm's seeds differ, largest less smallest.
+A seed gives the same initial weights, batches and dropout in every variant. A variant's loss (of
+the last 4 % of the steps; of the trained network on the test set) is within the spread if its mean
+is above the first variant's by no more than the first one's seeds differ, largest less smallest.
 """
 
 from __future__ import annotations
@@ -47,22 +47,21 @@ from report import markdown
 from torch import Tensor, nn
 
 from ampfuse import amp, optim
-from ampfuse.experiments.arms import squared_error
 from ampfuse.experiments.run import lr_factor
+from ampfuse.experiments.variants import squared_error
 
 CPU = torch.device("cpu")
-# Of each arm what ``amp.initialize`` is handed, and the optimizer. A task's first is its reference.
+# Of each variant what ``amp.initialize`` and the optimizer get. A task's first is its reference.
 MODES: dict[str, dict[str, Any]] = {
     "FP32 states, masters": {},
     "split": {"master_weights": "split"},
     "split, 8bit": {"master_weights": "split", "state_dtype": "8bit"},
-    "split, fp8": {"master_weights": "split", "state_dtype": "fp8"},
     "masters, 8bit": {"state_dtype": "8bit"},
     "masters, bf16": {"state_dtype": "bf16"},
     "BF16, nearest": {"master_weights": False},
     "BF16, stochastic": {"master_weights": False, "rounding": "stochastic"},
 }
-_LINES = dict(zip(MODES, ["k-", "C0-", "C2-", "C4-", "C3-", "C1-", "k--", "k:"], strict=True))
+_LINES = dict(zip(MODES, ["k-", "C0-", "C2-", "C3-", "C1-", "k--", "k:"], strict=True))
 LEVELS: dict[str, dict[str, Any]] = {"O0": {"opt_level": "O0"}}
 for _level in ("O1", "O2", "O4", "O5"):
     LEVELS[_level] = {"opt_level": _level}
@@ -74,7 +73,7 @@ _POINTS = 25  # of a curve: each is the mean loss since the one before
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A point of a training's curve; the last has also what only the trained net has."""
+    """A point of a training's curve; the last has also what only the trained network has."""
 
     task: str
     arm: str
@@ -93,7 +92,7 @@ class Task(NamedTuple):
     """A training: `data()` is inputs and targets to train on, then those to test on."""
 
     file: str
-    arms: dict[str, dict[str, Any]]
+    variants: dict[str, dict[str, Any]]
     build: Callable[[], nn.Module]
     data: Callable[[], tuple[Tensor, ...]]
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -103,9 +102,9 @@ class Task(NamedTuple):
     steps: int
     batch: int
 
-    def prepare(self, arm: str) -> tuple[nn.Module, Any]:
+    def prepare(self, variant: str) -> tuple[nn.Module, Any]:
         """The model and its optimizer."""
-        options: dict[str, Any] = {"opt_level": "O5", "verbosity": 0, **self.arms[arm]}
+        options: dict[str, Any] = {"opt_level": "O5", "verbosity": 0, **self.variants[variant]}
         own = {name: options.pop(name) for name in ("state_dtype", "rounding") if name in options}
         model = self.build().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer: Any
@@ -123,8 +122,8 @@ def cross_entropy(scores: Tensor, classes: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, -2), classes.flatten())
 
 
-_net = partial(image_model, classes=10, channels=1, dropout=0.3)
-_wide = partial(_net, "wrn16_4")
+_network = partial(image_model, classes=10, channels=1, dropout=0.3)
+_wide = partial(_network, "wrn16_4")
 _e2 = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
 _e5, _decayed = {"lr": 1.0, "momentum": 0.9}, {"lr": 1e-3, "weight_decay": 0.01}
 _muon = {"lr": 0.02, "weight_decay": 0.1}
@@ -133,10 +132,17 @@ _text = partial(Task, "muon_quality.csv", SMALL, SmallTransformer, sentences, cr
 _digits = partial(Task, "muon_quality.csv", SMALL, _wide, partial(digits, 8), cross_entropy)
 TASKS = {
     "wide-resnet": _memory(
-        partial(_net, "wrn10_1"), partial(digits, 8), cross_entropy, "SGD", _e2, "linear", 2000, 128
+        partial(_network, "wrn10_1"),
+        partial(digits, 8),
+        cross_entropy,
+        "SGD",
+        _e2,
+        "linear",
+        2000,
+        128,
     ),
     "mlp": _memory(
-        *(partial(_net, "mlp", 16), partial(digits, 16), squared_error),
+        *(partial(_network, "mlp", 16), partial(digits, 16), squared_error),
         *("SGD", _e5, "constant", 4000, 128),
     ),
     "text": _memory(
@@ -153,27 +159,27 @@ TASKS = {
 }
 
 
-# File and arms by task; the examples of frameworks have neither curve nor accuracy.
+# File and variants by task; the examples of frameworks have neither curve nor accuracy.
 _FRAMEWORKS = "frameworks_epyc.csv"
 _LEVELS = "native BF16", "O5", "O2"
 _TIMM = "native BF16", "ampfuse-adamw, BF16", "ampfuse-adamw, FP16"
-ARMS: dict[str, tuple[str, Sequence[str]]] = {
-    **{name: (task.file, list(task.arms)) for name, task in TASKS.items()},
+VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
+    **{name: (task.file, list(task.variants)) for name, task in TASKS.items()},
     **dict.fromkeys("lightning fabric accelerate transformers".split(), (_FRAMEWORKS, _LEVELS)),
     "timm": (_FRAMEWORKS, _TIMM),
 }
 
 
-def train(name: str, arm: str, seed: int) -> list[Row]:
+def train(name: str, variant: str, seed: int) -> list[Row]:
     """A run as rows of the CSV."""
     torch.manual_seed(seed)
-    run = partial(Row, task=name, arm=arm, seed=seed, **conditions(CPU))
+    run = partial(Row, task=name, arm=variant, seed=seed, **conditions(CPU))
     if name not in TASKS:
         from harness.frameworks import EXAMPLES
 
-        return [run(test_loss=_rounded(EXAMPLES[name](arm)))]
+        return [run(test_loss=_rounded(EXAMPLES[name](variant)))]
     task = TASKS[name]
-    model, optimizer = task.prepare(arm)
+    model, optimizer = task.prepare(variant)
     draw = torch.Generator().manual_seed(seed)
     inputs, targets, test_inputs, test_targets = task.data()
     losses, peaks = [], [group["lr"] for group in optimizer.param_groups]
@@ -223,19 +229,19 @@ def _rounded(value: float) -> float:
 
 
 def save(path: Path, rows: Sequence[Row]) -> None:
-    """Runs in the place of the same runs', in the order of `ARMS`."""
-    order = [(name, *run) for name in ARMS for run in product(ARMS[name][1], SEEDS)]
+    """Runs in the place of the same runs', in the order of `VARIANTS`."""
+    order = [(name, *run) for name in VARIANTS for run in product(VARIANTS[name][1], SEEDS)]
     put(path, rows, lambda row: (row.task, row.arm, row.seed), order)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """A line for each task and arm: mean and range over the seeds, and the verdict."""
+    """A line for each task and variant: mean and range over the seeds, what is in the spread."""
     columns = ["task", "arm", "training loss", "test loss", "accuracy", "losses within the spread"]
     last = [list(run)[-1] for _, run in groupby(rows, lambda row: (row.task, row.arm, row.seed))]
     lines = []
     for task, of_task in groupby(last, lambda row: row.task):
         limits: list[float] = []
-        for arm, runs in groupby(of_task, lambda row: row.arm):
+        for variant, runs in groupby(of_task, lambda row: row.arm):
             found = list(runs)
             losses = [[r.loss for r in found], [r.test_loss for r in found]]
             means = [fmean(values) for values in losses]
@@ -246,7 +252,7 @@ def table(rows: Sequence[Row]) -> list[str]:
                 if not math.isnan(mean)
             ]
             shown = [_range(values) for values in (*losses, [r.accuracy for r in found])]
-            lines.append([task, arm, *shown, ", ".join(within)])
+            lines.append([task, variant, *shown, ", ".join(within)])
     said = [i for i in range(len(columns)) if any(line[i] for line in lines)]
     return markdown([columns[i] for i in said], [[line[i] for i in said] for line in lines])
 
@@ -283,9 +289,9 @@ def draw_curves(path: Path) -> None:
 
 def main() -> None:
     """Trains, and after each run writes its rows; then the tables and the picture."""
-    known = dict.fromkeys(arm for _, arms in ARMS.values() for arm in arms)
+    known = dict.fromkeys(variant for _, variants in VARIANTS.values() for variant in variants)
     parser = parser_of(__doc__)
-    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(ARMS))
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(VARIANTS))
     parser.add_argument("--arms", nargs="+", default=list(known), choices=list(known))
     parser.add_argument("--codes", action="store_true", help="needs bitsandbytes, runs alone")
     options = parser.parse_args()
@@ -294,11 +300,13 @@ def main() -> None:
         cases = {f"normal, sigma {sigma}": normal(sigma) for sigma in (0, 1, 2)}
         return measure_codes(cases | {name: gradients(name) for name in ("text", "wide-resnet")})
     for name in options.tasks:
-        file, arms = ARMS[name]
-        for arm, seed in product([arm for arm in arms if arm in options.arms], SEEDS):
-            save(RESULTS / file, train(name, arm, seed))
-            print(name, arm, seed, flush=True)
-    for file in dict.fromkeys(file for file, _ in ARMS.values()):
+        file, variants = VARIANTS[name]
+        for variant, seed in product(
+            [variant for variant in variants if variant in options.arms], SEEDS
+        ):
+            save(RESULTS / file, train(name, variant, seed))
+            print(name, variant, seed, flush=True)
+    for file in dict.fromkeys(file for file, _ in VARIANTS.values()):
         print("\n".join(table(read(RESULTS / file, Row))))
     draw_curves(RESULTS / "memory_quality.csv")
 

@@ -4,7 +4,7 @@ python benchmarks/report.py benchmarks/results/step_cpu.csv              # or of
 python benchmarks/report.py benchmarks/results/experiments_e?_cpu.csv    # ``make_table --csv``
 
 With ``--page docs/benchmarks.md`` the first writes into the page, too, where a comment there names
-the file; "FILE, in short", as in README.md, is the table of five nets. ``--figure docs/figures``
+the file; "FILE, in short", as in README.md, is the table of five models. ``--figure docs/figures``
 draws the figure of docs/index.md and of the README, of nets_cpu.csv.
 """
 
@@ -104,7 +104,7 @@ def report_of(rows: list[Row]) -> list[str]:
         tables.append(variants_table(ours))
     others = [row for row in rows if row.case not in cases]
     if any(row.variant == "O5" for row in others):
-        tables += nets_tables(others)
+        tables += network_tables(others)
     elif others:
         tables.append(variants_table(others))
     lines = [line for table in tables for line in (*table, "")]
@@ -133,7 +133,7 @@ def fill(page: Path, path: Path) -> None:
             page.write_text(f"{head}{comment}{lines}\n{tail}")
 
 
-# ---- training steps of nets ----------------------------------------------------------------------
+# ---- training steps of models --------------------------------------------------------------------
 
 _TORCHS = ("torch.amp", "torch.amp, compiled", "torch.amp, expert", "torch.amp, expert, captured")
 _OURS = ("O5", "O5, compiled", "O5, captured", "O5, compiled and captured")
@@ -147,83 +147,96 @@ _PARTS = (
 _DRAWN = ("GPT", "BERT-small", "ViT-S/16", "ConvNeXt-T", "ResNet-50")
 
 
-def by_net(rows: list[Row]) -> dict[str, dict[str, Row]]:
-    """The rows of each net by variant; without nets of a run that was cut off."""
-    nets: dict[str, dict[str, Row]] = {}
+def by_network(rows: list[Row]) -> dict[str, dict[str, Row]]:
+    """The rows of each network by variant; without networks of a run that was cut off."""
+    networks: dict[str, dict[str, Row]] = {}
     for row in rows:
-        nets.setdefault(row.case, {})[row.variant] = row
-    return {net: by for net, by in nets.items() if "O5" in by and by.keys() & {*_TORCHS}}
+        networks.setdefault(row.case, {})[row.variant] = row
+    return {
+        network: by for network, by in networks.items() if "O5" in by and by.keys() & {*_TORCHS}
+    }
 
 
 def fastest(by: dict[str, Row]) -> tuple[Row, Row]:
     """torch.amp's and O5's."""
-    torchs, ours = ([by[arm] for arm in arms if arm in by] for arms in (_TORCHS, _OURS))
+    torchs, ours = (
+        [by[variant] for variant in variants if variant in by] for variants in (_TORCHS, _OURS)
+    )
     return min(torchs, key=attrgetter("median_ms")), min(ours, key=attrgetter("median_ms"))
 
 
-def arms_table(
-    nets: dict[str, dict[str, Row]],
-    arms: Sequence[str],
+def networks_table(
+    networks: dict[str, dict[str, Row]],
+    variants: Sequence[str],
     unit: str = "ms",
     of: Sequence[str] = (),
     cell: Callable[[Row | None], str] | None = None,
 ) -> list[str]:
-    """Times or memory of those of `arms` that were measured; nets that have one of `of`."""
-    arms = [arm for arm in arms if any(arm in by for by in nets.values())]
+    """Times or memory of those of `variants` that were measured; networks that have one of `of`."""
+    variants = [variant for variant in variants if any(variant in by for by in networks.values())]
     cell = cell or (_whole if unit == "ms" else _mib)
-    found = [net for net, by in nets.items() if not of or by.keys() & {*of}]
-    lines = [[net, *(cell(nets[net].get(arm)) for arm in arms)] for net in found]
-    return markdown(["model", *(f"{arm}, {unit}" for arm in arms)], lines)
+    found = [network for network, by in networks.items() if not of or by.keys() & {*of}]
+    lines = [
+        [network, *(cell(networks[network].get(variant)) for variant in variants)]
+        for network in found
+    ]
+    return markdown(["model", *(f"{variant}, {unit}" for variant in variants)], lines)
 
 
 def times_table(
-    nets: dict[str, dict[str, Row]],
+    networks: dict[str, dict[str, Row]],
     others: Sequence[str] = (),
     cell: Callable[[Row | None], str] | None = None,
 ) -> list[str]:
-    """Of the arms that were measured, and how much faster O5 is at its fastest."""
-    both = map(fastest, nets.values())
+    """Of the variants that were measured, and how much faster O5 is at its fastest."""
+    both = map(fastest, networks.values())
     gains = []
     for theirs, ours in both:
         mark = "**" * (ours.p80_ms < theirs.p20_ms)  # beyond the spread of both
         gains.append(f"{mark}{theirs.median_ms / ours.median_ms:.2f}x{mark} |")
-    lines = arms_table(nets, ["FP32", *_TORCHS, *_OURS, *others], cell=cell)
+    lines = networks_table(networks, ["FP32", *_TORCHS, *_OURS, *others], cell=cell)
     columns = [lines[0] + " gain, fastest against fastest |", lines[1] + "---|"]
     return columns + [f"{line} {gain}" for line, gain in zip(lines[2:], gains, strict=True)]
 
 
 def in_short(rows: list[Row]) -> list[str]:
-    """The table of five nets, and a sentence on who is faster, beyond the spread of both."""
-    nets = {net: by for net, by in by_net(rows).items() if net.split(" (")[0] in _DRAWN}
+    """The table of five networks, and a sentence on who is faster, beyond the spread of both."""
+    networks = {
+        network: by for network, by in by_network(rows).items() if network.split(" (")[0] in _DRAWN
+    }
     found: dict[str, list[str]] = {"faster": [], "as fast within the spread": [], "slower": []}
-    for net, by in nets.items():
+    for network, by in networks.items():
         theirs, ours = fastest(by)
         place = 1 - (ours.p80_ms < theirs.p20_ms) + (ours.p20_ms > theirs.p80_ms)
         gain = theirs.median_ms / ours.median_ms
-        found[[*found][place]].append(f"{net.split(' (')[0]} ({gain:.2f}x)")
+        found[[*found][place]].append(f"{network.split(' (')[0]} ({gain:.2f}x)")
     said = "; ".join(f"{place} for {', '.join(gains)}" for place, gains in found.items() if gains)
     return [
-        *times_table(nets, cell=lambda row: _number(row.median_ms) if row else ""),
+        *times_table(networks, cell=lambda row: _number(row.median_ms) if row else ""),
         "",
         f"The gain compares the fastest columns of O5 and torch.amp: ampfuse is {said}.",
-        conditions_of([row for by in nets.values() for row in by.values()], spread=False),
+        conditions_of([row for by in networks.values() for row in by.values()], spread=False),
     ]
 
 
-def nets_tables(rows: list[Row]) -> list[list[str]]:
-    """Of times and gains; of what O5's time is spent on; of memory; of arms beside O5."""
-    nets, spent = by_net(rows), []
-    for net, by in nets.items():
+def network_tables(rows: list[Row]) -> list[list[str]]:
+    """Of times and gains; of what O5's time is spent on; of memory; of variants beside O5."""
+    networks, shares_of_kinds = by_network(rows), []
+    for network, by in networks.items():
         shares = [by[kind].median_ms / by["O5"].median_ms if kind in by else 0 for kind in _KINDS]
-        spent.append([net, *(f"{share:.0%}" for share in (*shares, sum(shares)))])
+        shares_of_kinds.append([network, *(f"{share:.0%}" for share in (*shares, sum(shares)))])
     return [
-        times_table(nets, ["O4", "O2"]),
-        markdown(["model", *_KINDS, "together"], spent),
-        arms_table(nets, ["FP32", *_TORCHS[:3], *_OURS[:2], *_WAYS], "MiB"),
+        times_table(networks, ["O4", "O2"]),
+        markdown(["model", *_KINDS, "together"], shares_of_kinds),
+        networks_table(networks, ["FP32", *_TORCHS[:3], *_OURS[:2], *_WAYS], "MiB"),
         *(
-            arms_table(nets, [*beside, *arms], of=arms)
-            for beside, arms in ((["O5"], _WAYS), (["torch.amp", "O5"], _FLOATS), (["O5"], _PARTS))
-            if any(arm in by for arm in arms for by in nets.values())
+            networks_table(networks, [*beside, *variants], of=variants)
+            for beside, variants in (
+                (["O5"], _WAYS),
+                (["torch.amp", "O5"], _FLOATS),
+                (["O5"], _PARTS),
+            )
+            if any(variant in by for variant in variants for by in networks.values())
         ),
     ]
 
@@ -241,7 +254,7 @@ def _number(ms: float) -> str:
 
 
 _BARS = ("FP32", "torch.amp at its fastest", "ampfuse at its fastest")
-# Text, and a colour for each arm.
+# Text, and a colour for each variant.
 _THEMES = {
     "light": ("#24292f", "#b0b7c0", "#7a8694", "#2f6fdd"),
     "dark": ("#d5d9df", "#555d68", "#8b96a5", "#6ea3ff"),
@@ -249,18 +262,18 @@ _THEMES = {
 _WIDTH, _BAR = 520, 15
 
 
-def nets_figure(rows: list[Row], theme: str) -> str:
-    """An SVG: milliseconds of a training step as bars, of five nets."""
+def network_figure(rows: list[Row], theme: str) -> str:
+    """An SVG: milliseconds of a training step as bars, of five models."""
     text, *colours = _THEMES[theme]
-    nets = {name.split(" (")[0]: by for name, by in by_net(rows).items()}
-    chosen = {name: (nets[name]["FP32"], *fastest(nets[name])) for name in _DRAWN}
+    networks = {name.split(" (")[0]: by for name, by in by_network(rows).items()}
+    chosen = {name: (networks[name]["FP32"], *fastest(networks[name])) for name in _DRAWN}
     drawn = {name: [row.median_ms for row in three] for name, three in chosen.items()}
     scale = 330 / max(map(max, drawn.values()))
     parts, y = [], 0
-    for place, (arm, colour) in enumerate(zip(_BARS, colours, strict=True)):
+    for place, (variant, colour) in enumerate(zip(_BARS, colours, strict=True)):
         x = (0, 70, 265)[place]
         parts.append(f'<rect x="{x}" y="2" width="11" height="11" rx="2" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 17}" y="12">{arm}</text>')
+        parts.append(f'<text x="{x + 17}" y="12">{variant}</text>')
     for name, steps in drawn.items():
         y += 34 if not y else 14
         parts.append(f'<text x="0" y="{y + 27}">{name}</text>')
@@ -291,14 +304,14 @@ def experiments_table(rows: list[dict[str, str]]) -> list[str]:
     lines = []
     for (model, batch), group in groupby(rows, key=lambda row: (row["model"], row["batch_size"])):
         by_method = {row["method"]: row for row in group}
-        arms = [by_method[name] for name in ("fp32", "amp-bf16", "O5")]
+        variants = [by_method[name] for name in ("fp32", "amp-bf16", "O5")]
         means, deviations = (
-            [1e3 * float(row[column] or 0) / int(row["iterations"]) for row in arms]
+            [1e3 * float(row[column] or 0) / int(row["iterations"]) for row in variants]
             for column in ("time_s_mean", "time_s_std")
         )
         times = [f"{mean:.0f} ± {std:.0f}" for mean, std in zip(means, deviations, strict=True)]
         gains = [f"**{mean / means[2]:.1f}x**" for mean in means[:2]]
-        memory = [f"{float(row['memory_mb_mean']):,.0f}" for row in arms]
+        memory = [f"{float(row['memory_mb_mean']):,.0f}" for row in variants]
         lines.append([_NAMES.get(model, model), batch, *times, *gains, *memory])
     return markdown(_COLUMNS, lines)
 
@@ -331,7 +344,7 @@ def main() -> None:
         if options.figure is not None:
             for theme in _THEMES:
                 svg = options.figure / f"training_steps_{theme}.svg"
-                svg.write_text(nets_figure(rows, theme))
+                svg.write_text(network_figure(rows, theme))
             continue
         print("\n".join(report_of(rows)))
         if options.page is not None:

@@ -7,6 +7,7 @@
     python benchmarks/step.py --no-compile       # half the time: not what torch.compile makes
     python benchmarks/step.py --modes --only adamw-64M-bf16 --csv ...   # the memory modes too
     python benchmarks/step.py --meter --only bf16 --csv ...             # metered steps too
+    python benchmarks/step.py --skips --only 64M-bf16 --csv ...         # what checks of steps cost
     python benchmarks/step.py --host             # how long the host is busy
     python benchmarks/step.py --quick            # does it run? a hundredth of each size
 
@@ -35,7 +36,7 @@ from harness.cases import Case, cases, host_cases
 from harness.limits import bounds, muon_bounds
 from harness.measuring import Clock, HostClock, Times, Variant, Worker, WorkerError, measure
 from harness.results import Results, Row, options_of, rows_of
-from harness.routes import METER, MODES, Ours, peer_route, peers, started, tensors_of
+from harness.routes import METER, MODES, SKIPS, Ours, peer_route, peers, started, tensors_of
 
 
 def run(
@@ -47,6 +48,7 @@ def run(
     compiled: bool = True,
     modes: bool = False,
     meter: bool = False,
+    skips: bool = False,
 ) -> list[Row]:
     """Measures all variants of a case with as many threads as torch is set to."""
     device = clock.device
@@ -66,7 +68,7 @@ def run(
         for one, values in measure(ours | {name: variant}, repeats).items():
             times.setdefault(one, []).extend(values)
 
-    variants = list(METER) if meter else []
+    variants = [*(METER if meter else ()), *(SKIPS if skips else ())]
     if modes and case.optimizer == "AdamW" and case.half:
         variants += MODES
     for name in variants:  # one at a time, for memory's sake
@@ -110,6 +112,7 @@ def main() -> None:
         all="more cases",
         modes="the memory modes of AdamW too",
         meter="metered steps too",
+        skips="steps that skip_nonfinite and skip_spikes check too",
         host="the host's time, on one thread",
     )
     results, kind = Results(options), options.device.type
@@ -127,6 +130,7 @@ def main() -> None:
                     compiled=not options.no_compile,
                     modes=options.modes,
                     meter=options.meter,
+                    skips=options.skips,
                 )
                 results.add(rows)
     results.finish()

@@ -117,20 +117,24 @@ def of_headers(version: str = "", folder: str = "") -> Torch:
     return Torch(version, WHEEL_CUDA, folder, [])
 
 
-def torch_tested(python: tuple[int, int] = sys.version_info[:2]) -> tuple[str, str]:
-    """``("2.11", "2.15")``, the oldest and the newest release of torch that CI tests with a Python.
+def torch_of(group: str, python: tuple[int, int] = sys.version_info[:2]) -> str:
+    """``"2.15"``, the release of torch that a dependency group of pyproject.toml has for a Python.
 
-    Read from the one place that states them: the dependency groups in pyproject.toml.
+    The groups are the one place that states what CI tests.
     """
     text = (ROOT / "pyproject.toml").read_text("utf-8")
-    oldest = re.search(r'^torch-oldest = \["torch==(\d+\.\d+)\.', text, re.M)[1]
-    newest = re.search(r"^torch-newest = .*", text, re.M)[0]
+    line = re.search(rf"^{group} = .*", text, re.M)[0]
     for release, comparison, version in re.findall(
-        r"torch==(\d+\.\d+)\.\*; python_version (>=|<) '([\d.]+)'", newest
+        r"torch==(\d+\.\d+)\.[*\d]+(?:; python_version (>=|<) '([\d.]+)')?", line
     ):
-        if (python >= release_of(version)) == (comparison == ">="):
-            return oldest, release
+        if not comparison or (python >= release_of(version)) == (comparison == ">="):
+            return release
     raise BuildError(f"pyproject.toml names no torch for Python {'.'.join(map(str, python))}.")
+
+
+def torch_tested(python: tuple[int, int] = sys.version_info[:2]) -> tuple[str, str]:
+    """``("2.11", "2.15")``, the oldest and the newest release that CI tests with a Python."""
+    return torch_of("torch-oldest", python), torch_of("torch-newest", python)
 
 
 def require_torch(torch: Torch | None) -> Torch:

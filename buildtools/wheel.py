@@ -2,6 +2,7 @@
 
     python buildtools/wheel.py               for this Python, into dist/
     python buildtools/wheel.py python3.12    for others
+    python buildtools/wheel.py --arch aarch64    for another processor, by a cross-compiler
 
 Of each torch the headers are fetched once, into build/torch/. The core is compiled once: later
 Pythons take the first one's. Needs no torch; nvcc comes from PyPI where there is none.
@@ -10,6 +11,8 @@ Pythons take the first one's. Needs no torch; nvcc comes from PyPI where there i
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import re
 import subprocess
 import sys
@@ -21,8 +24,8 @@ import probe
 
 ROOT = probe.ROOT
 CACHE = ROOT / "build" / "torch"
-# What torch's own wheels ask of a machine.
-PLATFORM = "manylinux_2_28_x86_64"
+# What torch's own wheels ask of a machine, before the name of its processor.
+PLATFORM = "manylinux_2_28"
 TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libtorch_python.so")
 
 
@@ -32,13 +35,19 @@ def releases(python: tuple[int, int]) -> list[str]:
     return [f"{major}.{minor}" for minor in range(first, last + 1)]
 
 
-def headers(release: str) -> str:
-    """``"2.15.0=folder"``: a release's headers, fetched if need be."""
-    folder = CACHE / release
+def headers(release: str, arch: str, python: str) -> str:
+    """``"2.15.0=folder"``: a release's headers for a processor, fetched if need be.
+
+    `python`, such as ``"3.12"``, is one that this release has wheels for.
+    """
+    native = arch == platform.machine()
+    folder = CACHE / (release if native else f"{release}-{arch}")
     if not (folder / "torch" / "version.py").exists():
         print(f"headers of torch {release} ...", flush=True)
         with tempfile.TemporaryDirectory() as fetched:
             command = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", fetched]
+            command += [f"--python-version={python}"]
+            command += [] if native else [f"--platform={PLATFORM}_{arch}"]
             pip(*command, f"torch=={release}.*")
             (wheel,) = Path(fetched).glob("torch-*.whl")
             with zipfile.ZipFile(wheel) as archive:
@@ -51,29 +60,53 @@ def headers(release: str) -> str:
     return f"{version[1]}={folder / 'torch' / 'include'}"
 
 
-def pip(*arguments: str, python: str = sys.executable) -> None:
-    subprocess.run([python, "-m", "pip", *arguments], check=True)
+def cudart(arch: str) -> Path:
+    """The CUDA runtime for a processor that is not this one, fetched if need be."""
+    folder = CACHE / f"cuda-{arch}"
+    if not folder.exists():
+        platforms = [f"--platform=manylinux{version}_{arch}" for version in ("2014", "_2_17")]
+        command = ["install", "--quiet", "--no-deps", "--only-binary=:all:", f"--target={folder}"]
+        pip(*command, *platforms, f"nvidia-cuda-runtime=={probe.WHEEL_CUDA}.*")
+    (library,) = folder.rglob("libcudart_static.a")
+    return library
 
 
-def build(python: str, torches: list[str], out: Path, core: Path | None) -> Path:
+def pip(*arguments: str, python: str = sys.executable, **environment: str) -> None:
+    subprocess.run([python, "-m", "pip", *arguments], check=True, env={**os.environ, **environment})
+
+
+def build(python: str, arch: str, torches: list[str], out: Path, core: Path | None) -> Path:
     """A wheel for the interpreter `python`, checked, in `out`; returns the core it has."""
+    native = arch == platform.machine()
     ask = "import sys; print(*sys.version_info[:2])"
     answer = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True)
     major, minor = map(int, answer.stdout.split())
-    folder = ROOT / "build" / f"wheel-{major}.{minor}"
+    folder = ROOT / "build" / (f"wheel-{major}.{minor}" + ("" if native else f"-{arch}"))
     settings = {
         "build-dir": folder,
         "cmake.define.AMPFUSE_CORE": core or "",
         "cmake.define.AMPFUSE_TORCH_INCLUDES": ";".join(
-            map(headers, torches or releases((major, minor)))
+            headers(torch, arch, f"{major}.{minor}")
+            for torch in torches or releases((major, minor))
         ),
     }
+    environment = {}
+    if not native:
+        settings["cmake.define.CMAKE_TOOLCHAIN_FILE"] = ROOT / "cmake" / f"{arch}.cmake"
+        if core is None and probe.cuda_mode() != "OFF":
+            settings["cmake.define.AMPFUSE_CUDART_STATIC"] = cudart(arch)
+        environment["SETUPTOOLS_EXT_SUFFIX"] = f".cpython-{major}{minor}-{arch}-linux-gnu.so"
     options = [f"--config-settings={name}={value}" for name, value in settings.items()]
     with tempfile.TemporaryDirectory() as built:
-        pip("wheel", "--no-deps", "-w", built, *options, str(ROOT), python=python)
+        pip("wheel", "--no-deps", "-w", built, *options, str(ROOT), python=python, **environment)
         (wheel,) = Path(built).glob("*.whl")
+        run = [sys.executable, "-m"]
+        if not native:  # the name is of the machine that built it
+            tag = f"--platform-tag=linux_{arch}"
+            subprocess.run([*run, "wheel", "tags", "--remove", tag, str(wheel)], check=True)
+            (wheel,) = Path(built).glob("*.whl")
         exclude = [f"--exclude={library}" for library in TORCH_LIBRARIES]
-        command = [sys.executable, "-m", "auditwheel", "repair", f"--plat={PLATFORM}", *exclude]
+        command = [*run, "auditwheel", "repair", f"--plat={PLATFORM}_{arch}", *exclude]
         subprocess.run([*command, "-w", str(out), str(wheel)], check=True)
     return core or next(folder.glob("libampfuse-*.so"))
 
@@ -82,6 +115,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pythons", nargs="*", default=[sys.executable], help="interpreters")
     parser.add_argument(
+        "--arch",
+        default=platform.machine(),
+        help="x86_64 or aarch64 (default: this machine)",
+    )
+    parser.add_argument(
         "--torch", action="append", default=[], help="a release (default: all supported)"
     )
     parser.add_argument("--core", type=Path, help="one that was compiled before (default: compile)")
@@ -89,7 +127,7 @@ def main() -> None:
     options = parser.parse_args()
     core = options.core and options.core.resolve()
     for python in options.pythons:
-        core = build(python, options.torch, options.out, core)
+        core = build(python, options.arch, options.torch, options.out, core)
     for wheel in sorted(options.out.glob("*.whl")):
         built = zipfile.ZipFile(wheel).read("ampfuse/_build_info.py").decode()
         (what,) = re.findall('^BUILD_INFO = "(.*)"', built, re.M)

@@ -5,7 +5,8 @@
 #          AMPFUSE_CUDA_ARCH_NAMES  "compute_75 sm_75 sm_80", empty without CUDA
 #          AMPFUSE_CUDA_CODE        the same, as nvcc's options
 #          AMPFUSE_CUDA_NOTE        why it is as it is, for the summary
-#          AMPFUSE_CUDART_STATIC    the CUDA runtime as a static library
+#          AMPFUSE_CUDART_STATIC    the CUDA runtime as a static library (where it is compiled for
+#                                   another processor, buildtools/wheel.py defines it)
 set(AMPFUSE_WITH_CUDA OFF)
 set(AMPFUSE_CUDA_ARCH_NAMES "")
 if(AMPFUSE_CORE)
@@ -34,6 +35,12 @@ if(CMAKE_CUDA_COMPILER)
   get_filename_component(nvcc_root "${nvcc_root}" DIRECTORY)
   if(NOT EXISTS "${nvcc_root}/lib64" AND EXISTS "${nvcc_root}/lib/libcudart_static.a")
     set(ENV{LIBRARY_PATH} "${nvcc_root}/lib:$ENV{LIBRARY_PATH}")
+  endif()
+  if(CMAKE_CROSSCOMPILING AND AMPFUSE_CUDART_STATIC)
+    # nvcc looks for headers and cudart in a folder of the other processor, which a toolkit lacks. The
+    # headers are the same for all.
+    get_filename_component(cudart_folder "${AMPFUSE_CUDART_STATIC}" DIRECTORY)
+    string(APPEND CMAKE_CUDA_FLAGS " -I${nvcc_root}/include -L${cudart_folder}")
   endif()
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
   # Ours go to nvcc below, not by way of CMake, which compiles each from PTX of its own.
@@ -98,10 +105,12 @@ endif()
 
 # The PTX of the oldest architecture of a generation serves all of it, is compiled once, and is kept
 # for other GPUs and later ones. The generations: Pascal, whose scheduling of threads its PTX keeps
-# wherever it runs; Volta and Turing; and what has instructions for BF16.
+# wherever it runs; Volta and Turing; and what has instructions for BF16. PTX that is asked for (+PTX,
+# -virtual) is made besides.
 string(REGEX REPLACE "[ ,]+" ";" archs "${archs}")
 set(all)
 set(real)
+set(virtual)
 foreach(arch IN LISTS archs)
   string(REGEX MATCH "^([0-9]+)\\.?([0-9]?)[af]?(\\+PTX|-real|-virtual)?$" matched "${arch}")
   if(NOT matched)
@@ -110,6 +119,9 @@ foreach(arch IN LISTS archs)
   list(APPEND all ${CMAKE_MATCH_1}${CMAKE_MATCH_2})
   if(NOT CMAKE_MATCH_3 STREQUAL "-virtual")
     list(APPEND real ${CMAKE_MATCH_1}${CMAKE_MATCH_2})
+  endif()
+  if(CMAKE_MATCH_3 STREQUAL "-virtual" OR CMAKE_MATCH_3 STREQUAL "+PTX")
+    list(APPEND virtual ${CMAKE_MATCH_1}${CMAKE_MATCH_2})
   endif()
 endforeach()
 list(REMOVE_DUPLICATES all)
@@ -131,6 +143,13 @@ foreach(pattern IN ITEMS "^6" "^7" "^[189]")
   list(APPEND AMPFUSE_CUDA_CODE "--generate-code=arch=compute_${oldest},code=[${code}]")
   string(REPLACE "," " " code "${code}")
   string(APPEND AMPFUSE_CUDA_ARCH_NAMES "${code} ")
+  list(REMOVE_ITEM generation ${oldest})
+  foreach(arch IN LISTS generation)
+    if(arch IN_LIST virtual)
+      list(APPEND AMPFUSE_CUDA_CODE "--generate-code=arch=compute_${arch},code=compute_${arch}")
+      string(APPEND AMPFUSE_CUDA_ARCH_NAMES "compute_${arch} ")
+    endif()
+  endforeach()
 endforeach()
 string(STRIP "${AMPFUSE_CUDA_ARCH_NAMES}" AMPFUSE_CUDA_ARCH_NAMES)
 string(APPEND AMPFUSE_CUDA_NOTE " (${source})")

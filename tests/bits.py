@@ -4,9 +4,9 @@
     python tests/bits.py --write    writes the hashes to tests/data/bits.json
 
 A hash covers everything that a training leaves behind: weights, masters, optimizer states, loss
-scales, gradients, and the norm and verdict of each step. A change of the code that is meant to
-change no result leaves every hash as it is; ``test_bits.py`` compares them. The script also runs on
-an older version (``PYTHONPATH=<its python folder>``).
+scales, gradients, and the norm and skip decision of each step. A change of the code that is meant
+to change no result leaves every hash as it is; ``test_bits.py`` compares them. The script also runs
+on an older version (``PYTHONPATH=<its python folder>``).
 
 The instruction set, the number of threads and the backend have no part in a hash; nor should torch
 and the machine (see ``trainings.py``).
@@ -37,6 +37,7 @@ from trainings import RUNS
 FILE = Path(__file__).parent / "data" / "bits.json"
 # Which instruction sets a CPU has whose best is this one.
 ISAS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}
+ISAS["neon"] = ["scalar", "neon"]
 
 
 def digest(found: Any) -> str:

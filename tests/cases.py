@@ -5,14 +5,19 @@ import inspect
 import io
 import itertools
 
+import pytest
 import torch
 
 import reference
-from ampfuse import optim
+from ampfuse import hardware, optim
 from ampfuse._schema import STORAGES
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+NEEDS_BF16 = pytest.mark.skipif(
+    not hardware.cpu_has_bf16(), reason="BF16 is computed in FP32 on this CPU"
+)
 
 CODED = [name for name, storage in STORAGES.items() if storage.block]  # of state_dtype
 
@@ -108,6 +113,11 @@ def make(name, params, **more):
     """ampfuse's optimizer of the table's row `name`."""
     kind, options = OPTIMIZERS[name]
     return getattr(optim, kind)(params, **{**options, **more})
+
+
+def history_of_norms(log_mean, log_variance=0.0):
+    """The step history after a hundred applied steps, counted from 0, of such gradient norms."""
+    return torch.tensor([0.0] * 7 + [100, log_mean, log_variance], dtype=f64)
 
 
 def make_torch(name, params, **more):

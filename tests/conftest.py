@@ -1,9 +1,12 @@
 """For every test: a fixed seed, the devices to run on, and a reason where there is no GPU."""
 
+import contextlib
 import gc
 import importlib.util
 import os
+import sys
 import sysconfig
+import tempfile
 from collections import defaultdict
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +21,7 @@ import torch
 import torch._dynamo  # as the first step of any optimizer of torch's does
 
 from ampfuse import _core
-from ampfuse.amp import cast_state
+from ampfuse.amp import cast_state, function_casts
 
 # With a workspace of its own for each stream, cuBLAS gives the same bits in every run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -34,8 +37,8 @@ _modules = {}
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
-def pytest_collection_modifyitems(items):
-    leave_to_slow_runs(items)
+def pytest_collection_modifyitems(config, items):
+    choose_combinations(items)
     # The longest files are in the last folders; where several processes take files, they begin.
     items.sort(key=lambda item: item.path, reverse=True)
     if torch.cuda.is_available():
@@ -45,10 +48,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; this machine has none"))
 
 
-def leave_to_slow_runs(items):
-    """Of all combinations of a test's parameters the quick tests run fewer: of a test marked
-    `covers(n)` so many that each n values meet; in emulation so many that each value occurs. It is
-    several times slower than the CPU's kernels, and test_cpp.py compares each kernel with those.
+def choose_combinations(items):
+    """Mark as exhaustive the combinations of a test's parameters that quick runs can do without: of
+    a test marked `covers(n)` those that need not run for each n values to meet, in emulation those
+    that need not run for each value to occur. (It is several times slower than the CPU's kernels,
+    and test_cpp.py compares each kernel with those.)
     """
     tables = defaultdict(list)
     for item in items:
@@ -58,22 +62,34 @@ def leave_to_slow_runs(items):
                 n = 1 if device == "emulated" else mark.args[0]
                 tables[item.parent, item.originalname, device, n].append(item)
     for (*_, n), rows in tables.items():
-        values = [[(name, id(v)) for name, v in item.callspec.params.items()] for item in rows]
-        meet = [set(combinations(row, n)) for row in values]
-        left = set().union(*meet)
-        while left:
-            most = max(range(len(rows)), key=lambda row: len(meet[row] & left))
-            left -= meet[most]
-            rows[most] = None
-        for item in filter(None, rows):
-            item.add_marker(pytest.mark.slow)
+        for item in left_out(rows, n):
+            item.add_marker(pytest.mark.exhaustive)
+
+
+def left_out(rows, n):
+    """Those of the rows that need not run for each `n` values of their parameters to meet."""
+    values = [[(name, id(v)) for name, v in item.callspec.params.items()] for item in rows]
+    meet = [set(combinations(row, min(n, len(row)))) for row in values]
+    rows, left = list(rows), set().union(*meet)
+    while left:
+        most = max(range(len(rows)), key=lambda row: len(meet[row] & left))
+        left -= meet[most]
+        rows[most] = None
+    return list(filter(None, rows))
+
+
+def runs_slow_tests(config):
+    return "slow" in config.option.markexpr.replace("not slow", "")
 
 
 def pytest_configure(config):
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # killed runs leave broken files there
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
     gc.disable()  # until what tests import is there: a third of that time
-    is_slow = "slow" in config.option.markexpr.replace("not slow", "")
     is_seeded = config.getoption("--hypothesis-seed") is not None
-    settings.load_profile("random" if is_slow or is_seeded else "same")
+    settings.load_profile("random" if runs_slow_tests(config) or is_seeded else "same")
 
 
 def pytest_collection_finish():
@@ -99,9 +115,36 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def no_casts_stay():
-    """By apex's names O1 casts in the whole process, until another `initialize`."""
+    """By apex's names O1 casts, and replaces functions, in the whole process until it is told to
+    stop."""
     yield
     cast_state.end()
+    function_casts.restore_registered()
+
+
+def _apex_modules():
+    from ampfuse.compat.apex.installing import EXTENSIONS
+
+    return {n: m for n, m in sys.modules.items() if n.split(".")[0] in ("apex", *EXTENSIONS)}
+
+
+@contextlib.contextmanager
+def clean_apex_names():
+    """What a block installs under apex's names, and the state of amp, end with it."""
+    from ampfuse.compat import apex
+
+    before = _apex_modules()
+    state = apex.amp._amp_state
+    try:
+        yield
+    finally:
+        if hasattr(state, "handle"):
+            state.handle._deactivate()
+        function_casts.restore_registered()
+        state.hard_override = state.allow_incoming_model_not_fp32 = False
+        for name in _apex_modules():
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 @pytest.fixture(autouse=True)

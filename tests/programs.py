@@ -7,6 +7,7 @@ interpreter does.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -17,7 +18,9 @@ import sys
 import tempfile
 import unittest.mock
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo"])
@@ -41,6 +44,28 @@ def ranks(size: int, *arguments: object, timeout: float = 120) -> list[str]:
     for result in results:
         assert result.returncode == 0, result.stderr
     return [result.stdout for result in results]
+
+
+def in_two_processes(folder: Path, *jobs: Callable[[], Any]) -> list[dict[str, Any]]:
+    """What functions of one test file return in two processes of a group, by rank and name."""
+    import torch
+
+    file = jobs[0].__globals__["__file__"]
+    ranks(2, __file__, folder, file, *(job.__name__ for job in jobs))
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def _one_of_two(folder: str, file: str, *jobs: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sys.path.insert(0, str(Path(file).parent))
+    module = importlib.import_module(Path(file).stem)
+    found = {job: getattr(module, job)() for job in jobs}
+    torch.save(found, f"{folder}/{dist.get_rank()}.pt")
+    dist.destroy_process_group()
 
 
 def started(size: int, *arguments: object) -> list[Program]:
@@ -75,7 +100,7 @@ class Program:
         )
         self._process.start()
 
-    def wait(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def wait(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Raises TimeoutExpired, and ends it, after so many seconds."""
         self._process.join(timeout)
         status = self._process.exitcode
@@ -107,3 +132,7 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str) -> None
         sys.argv[0] = program
         sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _one_of_two(*sys.argv[1:])

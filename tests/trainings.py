@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import ampfuse
-import apex_names
 from ampfuse import amp, ops, optim
 from ampfuse.compat import apex
 from cases import CODED, KINDS, LEVELS, OPTIMIZERS, bf16, f16, f32, make
-from conftest import nn_ops
+from conftest import clean_apex_names, nn_ops
 
 STEPS = 6
 INIT_SCALE = 2.0**10
@@ -139,7 +138,7 @@ def groups(model: Net) -> list[dict[str, Any]]:
     ]
 
 
-def verdict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def decision_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     last = getattr(optimizer, "last_step", None)
     if last is None:
         return {}
@@ -157,9 +156,9 @@ def left_behind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         "weights": [p.detach().clone() for p in model.parameters()],
         "masters": [p.detach().clone() for p in amp.master_params(optimizer)],
     }
-    # Of torch's zeros the sign depends on the CPU.
-    found["gradients"] = [None if p.grad is None else p.grad + 0 for p in model.parameters()]
-    found["gradients of masters"] = [p.grad for p in amp.master_params(optimizer)]
+    # The sign of torch's zeros depends on the CPU.
+    for name, params in (("", model.parameters()), (" of masters", amp.master_params(optimizer))):
+        found[f"gradients{name}"] = [None if p.grad is None else p.grad + 0 for p in params]
     return found
 
 
@@ -180,7 +179,7 @@ class Training:
         self.optimizer.skip_nonfinite = False  # norms of uninspected steps have a hash, too
 
     def train(self, steps: range) -> list[dict[str, Any]]:
-        """Norm and verdict of each step."""
+        """Norm and skip decision of each step."""
         return [self.step(step) for step in steps]
 
     def step(self, step: int) -> dict[str, Any]:
@@ -204,7 +203,7 @@ class Training:
         if step == 2:  # an edit, which masters follow
             with torch.no_grad():
                 model.narrow.weight[0] = 0.5
-        return verdict(optimizer)
+        return decision_of(optimizer)
 
     def state(self) -> dict[str, Any]:
         return {"amp": amp.state_dict(), **left_behind(self.model, self.optimizer)}
@@ -235,7 +234,7 @@ def several_losses(level: str) -> dict[str, Any]:
             scaled.backward()
         for optimizer in optimizers:
             optimizer.step()
-            steps.append(verdict(optimizer))
+            steps.append(decision_of(optimizer))
     ends = [left_behind(*pair) for pair in zip(models, optimizers, strict=True)]
     return {"steps": steps, "amp": amp.state_dict(), "ends": ends}
 
@@ -294,7 +293,7 @@ def with_scaler(
         scaler.update()
         if rates is not None and not optimizer.last_step.skipped:
             rates.step()
-        steps.append({**verdict(optimizer), "scale": scaler.get_scale()})
+        steps.append({**decision_of(optimizer), "scale": scaler.get_scale()})
     if halved:  # the hashes are of the groups as they began
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"]
@@ -320,13 +319,13 @@ def alone(name: str, *, infinite: bool = False, **options: Any) -> dict[str, Any
             return loss
 
         optimizer.step(closure)
-        steps.append(verdict(optimizer))
+        steps.append(decision_of(optimizer))
     return {"steps": steps, **left_behind(params, optimizer)}
 
 
 def by_apex_names(level: str, name: str) -> dict[str, Any]:
     options = {"momentum": 0.9, "lr": 1e-2} if name == "FusedSGD" else {"lr": 1e-2}
-    with apex_names.clean():
+    with clean_apex_names():
         model = Net()
         optimizer = getattr(apex.optimizers, name)(groups(model), **options)
         model, optimizer = apex.amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -14,7 +14,7 @@ import torch
 Shape = tuple[int, ...]
 
 _LAYER = [1024, 1024, 3072 * 1024, 3072, 1024 * 1024, 1024]  # norm, attention
-_LAYER += [1024, 1024, 4096 * 1024, 4096, 1024 * 4096, 1024]  # norm, perceptron
+_LAYER += [1024, 1024, 4096 * 1024, 4096, 1024 * 4096, 1024]  # norm, MLP
 SIZES = {
     "64M": [16_000_000] * 4,
     "1B": [250_000_000] * 4,
@@ -23,7 +23,7 @@ SIZES = {
     "2000x64K": [65_536] * 2000,
     "gpt2-medium": [50257 * 1024, 1024 * 1024, *_LAYER * 24, 1024, 1024],
 }
-NETS = {"resnet18": "resnet18", "resnet50": "resnet50", "vit-b": "vit_b_16"}  # torchvision's
+NETWORKS = {"resnet18": "resnet18", "resnet50": "resnet50", "vit-b": "vit_b_16"}  # torchvision's
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -40,7 +40,7 @@ def shapes_of(tensors: str) -> list[Shape]:
     from torchvision import models
 
     with torch.device("meta"):
-        model = getattr(models, NETS[tensors])()
+        model = getattr(models, NETWORKS[tensors])()
     return [tuple(p.shape) if p.ndim == 4 else (p.numel(),) for p in model.parameters()]
 
 
@@ -139,7 +139,7 @@ class Case:
 _CASES = {
     "cpu": """
 AdamW 64M clip bf16 fp16 fp32
-AdamW 64M alone fp32
+AdamW 64M alone fp32 bf16
 SGD 64M clip bf16
 AdamW 2000x500 clip bf16 fp16
 
@@ -167,13 +167,13 @@ Muon resnet18 clip bf16""",
 def cases(device: str, wide: bool = False) -> list[Case]:
     """The cases of a device type; `wide`: also what takes long.
 
-    Without torchvision those of nets are left out.
+    Without torchvision those of networks are left out.
     """
     usual, more = _CASES[device].strip().split("\n\n")
     found = []
     for line in [*usual.splitlines(), *(more.splitlines() if wide else ())]:
         optimizer, tensors, does, *precisions = line.split()
-        if tensors not in NETS or find_spec("torchvision"):
+        if tensors not in NETWORKS or find_spec("torchvision"):
             found += [Case(optimizer, tensors, precision, does) for precision in precisions]
     return found
 

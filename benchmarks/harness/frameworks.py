@@ -3,7 +3,7 @@
 The examples are small, on digits (in place of MNIST, pets and ImageNet) and sentences:
 
     lightning     the autoencoder of Lightning's README, 28x28 pixels
-    fabric        the convolutional net of Fabric's image classifier example
+    fabric        the convolutional network of Fabric's image classifier example
     accelerate    examples/cv_example.py, a ResNet of timm with OneCycleLR
     transformers  examples/pytorch/language-modeling/run_clm.py, GPT-2 from a config
     timm          train.py --amp, a vision transformer, with our optimizer: timm has no levels
@@ -72,9 +72,9 @@ class LitAutoEncoder(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def train_lightning(arm: str) -> float:
+def train_lightning(variant: str) -> float:
     model = LitAutoEncoder()
-    precision = {"precision": "bf16-mixed"} if arm == NATIVE else {"plugins": AmpFuse(arm)}
+    precision = {"precision": "bf16-mixed"} if variant == NATIVE else {"plugins": AmpFuse(variant)}
     no = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet = dict.fromkeys(no, False)
     trainer = lightning.Trainer(max_epochs=30, accelerator="cpu", **precision, **quiet)
@@ -84,17 +84,17 @@ def train_lightning(arm: str) -> float:
     return logged["loss"]
 
 
-def train_fabric(arm: str) -> float:
+def train_fabric(variant: str) -> float:
     first, second = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
     head = nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(), nn.Linear(2304, 128), nn.ReLU()
     last = nn.Dropout(0.5), nn.Linear(128, 10), nn.LogSoftmax(1)
     model: Any = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), *head, *last)
     optimizer: Any = torch.optim.Adadelta(model.parameters(), lr=0.5)
-    if arm == NATIVE:
+    if variant == NATIVE:
         runner = lightning.Fabric(accelerator="cpu", precision="bf16-mixed")
         model, optimizer = runner.setup(model, optimizer)
     else:
-        precision = fabric.AmpFuse(arm)
+        precision = fabric.AmpFuse(variant)
         runner = lightning.Fabric(accelerator="cpu", plugins=precision)
         model, optimizer = precision.setup(runner, model, optimizer)
     for images, targets in epochs(3, runner.setup_dataloaders(loader_of(16))):
@@ -104,15 +104,15 @@ def train_fabric(arm: str) -> float:
     return tested(model, 16, F.nll_loss)
 
 
-def train_accelerate(arm: str) -> float:
+def train_accelerate(variant: str) -> float:
     batches: Any = loader_of(32)
     model = timm.create_model("test_resnet", num_classes=10, in_chans=1)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-2 / 25)
     steps = 6 * len(batches)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-2, total_steps=steps)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if arm == NATIVE else "no")
-    if arm != NATIVE:
-        model, optimizer = accelerate.initialize(accelerator, model, optimizer, arm)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if variant == NATIVE else "no")
+    if variant != NATIVE:
+        model, optimizer = accelerate.initialize(accelerator, model, optimizer, variant)
     model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)
     for images, targets in epochs(6, batches):
         accelerator.backward(F.cross_entropy(model(images), targets))
@@ -124,29 +124,31 @@ def train_accelerate(arm: str) -> float:
     return tested(model, 32, F.cross_entropy)
 
 
-def train_transformers(arm: str) -> float:
+def train_transformers(variant: str) -> float:
     words = [torch.cat([a, b[:, -1:]], 1) for a, b in zip(*[iter(sentences())] * 2, strict=True)]
     train, test = ([{"input_ids": row, "labels": row} for row in rows] for rows in words)
     sizes = {"n_positions": 33, "n_embd": 64, "n_layer": 2, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=364, **sizes))
     quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
     options = {"max_steps": 300, "learning_rate": 2e-3, "per_device_train_batch_size": 16, **quiet}
-    options |= {"bf16": arm == NATIVE, "use_cpu": True, "seed": torch.initial_seed() % 2**32}
+    options |= {"bf16": variant == NATIVE, "use_cpu": True, "seed": torch.initial_seed() % 2**32}
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, **options)
-        kind, level = (Trainer, {}) if arm == NATIVE else (AmpFuseTrainer, {"opt_level": arm})
+        kind, level = (
+            (Trainer, {}) if variant == NATIVE else (AmpFuseTrainer, {"opt_level": variant})
+        )
         trainer = kind(model, arguments, train_dataset=train, eval_dataset=test[:400], **level)
         trainer.train()
         return trainer.evaluate()["eval_loss"]
 
 
-def train_timm(arm: str) -> float:
+def train_timm(variant: str) -> float:
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 4}
     model = timm.models.VisionTransformer(**sizes, in_chans=1, num_classes=10)
-    name = "adamw" if arm == NATIVE else "ampfuse-adamw"
+    name = "adamw" if variant == NATIVE else "ampfuse-adamw"
     optimizer = create_optimizer_v2(model, name, lr=1e-3, weight_decay=0.05)
-    dtype = torch.float16 if "FP16" in arm else torch.bfloat16  # --amp-dtype
-    scaler = NativeScaler(device="cpu") if "FP16" in arm else None
+    dtype = torch.float16 if "FP16" in variant else torch.bfloat16  # --amp-dtype
+    scaler = NativeScaler(device="cpu") if "FP16" in variant else None
     for images, targets in epochs(12, loader_of(16)):
         with torch.autocast("cpu", dtype):
             loss = F.cross_entropy(model(images), targets)

@@ -37,7 +37,6 @@ MODES: dict[str, tuple[dict[str, Any], float]] = {
     "ampfuse split": ({"master_weights": "split"}, 28),
     "ampfuse 8bit": ({"state_dtype": "8bit"}, 18 + _SCALES),
     "ampfuse split 8bit": ({"master_weights": "split", "state_dtype": "8bit"}, 16 + _SCALES),
-    "ampfuse split fp8": ({"master_weights": "split", "state_dtype": "fp8"}, 16 + _SCALES),
     "ampfuse split bf16": ({"master_weights": "split", "state_dtype": "bf16"}, 20),
     "ampfuse ema": ({"ema_decay": 0.999}, 38),
 }
@@ -45,6 +44,10 @@ METER: dict[str, dict[str, Any]] = {
     "ampfuse, meter off": {"every": 2**30},
     "ampfuse, metered": {"every": 1},
     "ampfuse, metered, bits": {"every": 1, "changed_bits": True},
+}
+SKIPS: dict[str, dict[str, Any]] = {
+    "ampfuse, skip_nonfinite": {"skip_nonfinite": True},
+    "ampfuse, skip_spikes": {"skip_spikes": 6.0},
 }
 
 
@@ -98,8 +101,8 @@ class Route:
 
 
 class Ours(Route):
-    """ampfuse's optimizer and scaler; `name` is one of `MODES` or `METER`, or has FP32 masters and
-    states. Its passes read and write `bytes_per_param`."""
+    """ampfuse's optimizer and scaler; `name` is one of `MODES`, `METER` or `SKIPS`, or has FP32
+    masters and states. Its passes read and write `bytes_per_param`."""
 
     def __init__(self, case: Case, device: torch.device, name: str = "ampfuse") -> None:
         import ampfuse
@@ -113,10 +116,12 @@ class Ours(Route):
             params = [{"params": matrices}, {"params": flat, "algorithm": "adamw"}]
         options = {"master_weights": case.half, **options, **OPTIONS[case.optimizer]}
         options |= {"max_grad_norm": MAX_NORM} if case.clip else {"skip_nonfinite": False}
+        options |= SKIPS.get(name, {})
         self.optimizer = getattr(ampfuse.optim, case.optimizer)(params, **options)
         if name in METER:
             self.optimizer.meter(history=1, **METER[name])
-        self.bytes_per_param = float(step_bytes)
+        inspects = name in SKIPS and not case.clip
+        self.bytes_per_param = float(step_bytes) + case.dtype.itemsize * inspects
 
     def __call__(self) -> None:
         self.scaler.step(self.optimizer)

@@ -45,7 +45,6 @@ const std::vector<StorageInfo>& storages() {
       {"fp32", DType::kFloat32, DType::kFloat32, 32, false, nullptr, 0, 0},
       {"bf16", DType::kRandomBFloat16, DType::kRandomBFloat16, 16, true, nullptr, 0, 0},
       {"8bit", DType::kSigned8, DType::kUnsigned8, 8, false, "_8bit", kBlock, kMinQuantized},
-      {"fp8", DType::kE4M3, DType::kE5M3, 8, true, "_fp8", kBlock, kMinQuantized},
   };
   return found;
 }

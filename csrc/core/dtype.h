@@ -29,8 +29,6 @@ enum class DType : uint8_t {
   // For a state: quantized values with a scale for each block of elements.
   kSigned8,
   kUnsigned8,
-  kE4M3,
-  kE5M3,
 };
 
 HD constexpr bool is_plain(DType dtype) { return dtype <= DType::kBFloat16; }

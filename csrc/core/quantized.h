@@ -122,146 +122,88 @@ HD F model_weight_of(DType param, F x) {
 
 // --- 8-bit quantized values ----------------------------------------------------------------------
 
-// kBlock neighbouring elements of a state share a scale, their largest magnitude (block-wise
-// quantization: Dettmers et al., arXiv:2110.02861). Blocks begin with the row, and a chunk is a
-// whole number of them.
+// kBlock neighbouring elements of a state share a scale (block-wise quantization: Dettmers et al.,
+// arXiv:2110.02861). Blocks begin with the row, and a chunk is a whole number of them.
 constexpr int kBlock = 128;
 
 HD constexpr int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
-
-// A quantizer is a class with
-//   kSign      whether values have a sign
-//   Stored     int8_t or uint8_t, whose values decode() takes; encode() gives them in its lower 8
-//              bits
-//   scale()    a block's scale, from the bits of its largest magnitude
-//   encoder()  the factor that encode() takes with each value of the block, from the block's scale
-//   key()      the block's rounding key, from a hash of row, step, state and block. encode() takes
-//              its exclusive or with dither_bits() of each value; or kNearest, to round to nearest.
-// A NaN makes the whole block NaN. An infinite second moment, the square of a finite gradient,
-// makes the block infinite, so its steps are zero, as the element's are with FP32 states. An
-// infinite first moment is limited.
-
-// The dither of stochastic rounding in a block: each of kDitherWidth neighbours has another part of
-// 0 to 2^20 (its position's bits in reverse), and still has after the exclusive or with a key. With
-// a random key each one is random, and the errors of neighbours nearly add up to zero.
-constexpr int kDitherWidth = 16;
-HD constexpr uint32_t dither_bits(int i) {
-  return uint32_t((i & 1) << 3 | (i & 2) << 1 | (i & 4) >> 1 | (i & 8) >> 3) << 16;
-}
-
-// A block's largest magnitude as a scale in FP32.
-template <bool kSign>
-HD float block_scale(uint32_t largest) {
-  constexpr uint32_t kSmallest = 0x00800000u;  // has a reciprocal
-  if (largest > kInfinityBits) return bits_float(0x7fc00000u);
-  if (kSign && largest == kInfinityBits) return bits_float(kInfinityBits - 1);
-  return bits_float(largest == 0 || largest > kSmallest ? largest : kSmallest);
-}
 
 // Magnitudes are companded, so that small ones keep some digits: a quantized value counts steps of
 // a root of the fraction of the scale, the square root for first moments and the fourth root for
 // second ones, of which Adam takes a square root itself. The true root is not needed: halving the
 // bits of a float, exponent and mantissa alike, gives a root that is piecewise linear, and doubling
-// them inverts it. First moments then reach down to 2^-14 of the scale, second ones to 2^-32. The
-// upper two, or four, octaves have 32 levels each, the next ones half as many, and so on.
+// them inverts it. First moments then reach down to 2^-14 of the largest, second ones to 2^-32. The
+// upper two, or four, octaves have about 32 levels each, the next ones half as many, and so on.
 // (Companding of moments: FlashOptim, arXiv:2602.23349.)
+//
+// The scale is the largest magnitude of the block, and of a second moment two thirds of that: the
+// steps double above each power of two, and most second moments of a block are a little smaller
+// than its largest, so they lie on the fine side. (x / 1.5 * 1.5 is x, so the largest one stays
+// what it is.)
+//
+// A NaN makes the whole block NaN. An infinite second moment, the square of a finite gradient,
+// makes the block infinite, so its steps are zero, as the element's are with FP32 states. An
+// infinite first moment is limited.
 template <bool kHasSign>
-struct RootQuantizer {
+struct Quantizer {
   static constexpr bool kSign = kHasSign;
   using Stored = std::conditional_t<kSign, int8_t, uint8_t>;
   static constexpr int kRoot = kSign ? 1 : 2;  // the 2^kRoot-th
   static constexpr uint32_t kOne = 0x3f800000u, kOffset = kOne - (kOne >> kRoot);
+  // The largest fraction, its root, and the quantized value that it has.
+  static constexpr float kLargest = kSign ? 1.0f : 1.5f, kLargestRoot = kSign ? 1.0f : 1.125f;
   static constexpr float kLevels = kSign ? 127.0f : 255.0f;
 
-  HD static float scale(uint32_t largest) { return block_scale<kSign>(largest); }
+  // A block's scale, from the bits of its largest magnitude. One that is not zero has a reciprocal.
+  HD static float scale(uint32_t largest) {
+    constexpr uint32_t kSmallest = kSign ? 0x00800000u : 0x00c00000u;
+    if (largest > kInfinityBits) return bits_float(0x7fc00000u);
+    if (kSign && largest == kInfinityBits) return bits_float(kInfinityBits - 1);
+    return bits_float(largest == 0 || largest > kSmallest ? largest : kSmallest) / kLargest;
+  }
+  // The factor that encode() takes with each value of the block.
   HD static float encoder(float scale) { return scale > 0 ? 1 / scale : 0.0f; }
 
-  static constexpr uint32_t kNearest = 0;  // always: this format rounds to nearest
-  HD static uint32_t key(uint32_t) { return kNearest; }
+  // What encode() adds to the fractions of first moments in a step. Rounded to nearest, a small one
+  // would stay where it is though its gradients are zero, and the weight would drift: a tenth of
+  // it, which a beta1 of 0.9 takes off, is less than half a step. (Enough for one of up to 0.92.)
+  HD static float offset(bool steps) { return kSign && steps ? -3.25f / (1 << 14) : 0.0f; }
 
-  // Quantized second moments begin at 1, also that of zero: a second moment near zero with a first
-  // moment that is not would make the step explode. (A block of zeros has scale zero, so it decodes
-  // to zeros.)
+  // The quantized value of x in the lower 8 bits. Those of second moments begin at 1, also that of
+  // zero: a second moment near zero with a first moment that is not would make the step explode. (A
+  // block of zeros has scale zero, so it decodes to zeros.)
   template <class F>
-  HD static BitsOf<F> encode(const F& x, const F& encoder, const BitsOf<F>&) {
+  HD static BitsOf<F> encode(const F& x, const F& encoder, const F& offset) {
     using B = BitsOf<F>;
-    const F fraction = from_bits(x, magnitude_of(x)) * encoder;  // not finite: x is not
-    const B root = shift_right<kRoot>(min_signed(bits_of(fraction), B(kOne))) + B(kOffset);
-    const B with_sign = kSign ? blend(B(0x80000000u), bits_of(x), root) : root;
-    const B quantized = bits_of(fma(from_bits(x, with_sign), F(kLevels), F(kInteger)));
-    return (kSign ? quantized : max_signed(quantized, B(float_bits(kInteger) + 1))) & B(0xffu);
+    const F magnitude = from_bits(x, magnitude_of(x));
+    if constexpr (kSign) {
+      const B root = shift_right<1>(bits_of(saturate(fma(magnitude, encoder, offset))));
+      const F with_sign = from_bits(x, blend(B(0x80000000u), bits_of(x), root + B(kOffset)));
+      return bits_of(fma(with_sign, F(kLevels), F(kInteger)));
+    }
+    const F fraction = min_number(magnitude * encoder, F(kLargest));
+    const F root = from_bits(x, shift_right<2>(bits_of(fraction)) + B(kOffset));
+    const B quantized = bits_of(fma(root, F(kLevels / kLargestRoot), F(kInteger)));
+    return max_signed(quantized, B(float_bits(kInteger) + 1));
   }
+  // `count` is the quantized value, as a float. Where it is zero, the root is what kOffset has as
+  // its bits, which other roots absorb.
   template <class F>
-  HD static F decode(const BitsOf<F>& quantized, const F& scale) {
+  HD static F decode(const F& count, const F& scale) {
     using B = BitsOf<F>;
-    const B root = bits_of(to_float(scale, quantized) * F(1.0f / kLevels));
-    const B fraction = shift_left<kRoot>(root - B(kOffset));
-    if (!kSign) return from_bits(scale, fraction) * scale;
-    const F x = from_bits(scale, clear_without(B(~0u), quantized, fraction)) * scale;
-    return from_bits(x, blend(B(0x80000000u), root, bits_of(x)));
-  }
-};
-
-// 8-bit floats of the fraction of the scale: with a sign e4m3, 4 bits of exponent and 3 of
-// mantissa; without one e5m3, as a second moment spans twice the octaves of its root. 0 is zero and
-// no other value is subnormal, so fractions start at 2^-15, and those of second moments at 2^-31.
-// Below constant bits they are the bits of an FP32 value, so integer arithmetic encodes them. Bits
-// added below the last digit round stochastically: a moment that changes by less than a step
-// changes in the mean. (Rounded to nearest, a second moment far below its block's largest would
-// never change.)
-template <bool kHasSign>
-struct FloatQuantizer {
-  static constexpr bool kSign = kHasSign;
-  using Stored = std::conditional_t<kSign, int8_t, uint8_t>;
-  static constexpr uint32_t kZero = kSign ? 0x38000000u : 0x30000000u;  // the constant bits
-  static constexpr uint32_t kOne = 0x3f800000u;
-  static constexpr float kMost = 3.4028235e38f;  // of FP32
-
-  HD static float scale(uint32_t largest) { return block_scale<kSign>(largest); }
-  // Not zero where the scale is infinite: infinity times zero is NaN.
-  HD static float encoder(float scale) {
-    return !(scale > 0) ? 0.0f : 1 / (scale < kMost ? scale : kMost);
-  }
-
-  // Without kZero. The outermost of the 20 bits are left out: a decoded value is encoded as before,
-  // also where its fraction was rounded.
-  static constexpr uint32_t kNearest = 0x80000u - kZero;
-  HD static uint32_t key(uint32_t hashed) { return ((hashed & 0xfffe0u) | 16) - kZero; }
-
-  template <class F>
-  HD static BitsOf<F> encode(const F& x, const F& encoder, const BitsOf<F>& rounding) {
-    using B = BitsOf<F>;
-    const F fraction = x * encoder;
-    const B magnitude = kSign ? magnitude_of(fraction) : bits_of(fraction);
-    const B rounded = min_signed(magnitude, B(kOne)) + rounding;
-    const B quantized = shift_right<20>(max_signed(rounded, B(kSign ? 0u : 1u << 20)));
-    return kSign ? blend(B(0x80u), shift_right<24>(bits_of(x)), quantized) : quantized;
-  }
-  template <class F>
-  HD static F decode(const BitsOf<F>& quantized, const F& scale) {
-    using B = BitsOf<F>;
-    const B bits = shift_left<20>(quantized);
-    if (!kSign) return from_bits(scale, bits | B(kZero)) * scale;
-    const B x = blend(B(0x87f00000u), bits, B(kZero));
-    return from_bits(scale, clear_without(B(0x7fu), quantized, x)) * scale;
+    const F root = kSign ? fma(count, F(1 / kLevels), from_bits(scale, B(kOffset)))
+                         : count * F(kLargestRoot / kLevels);
+    const B fraction = shift_left<kRoot>(bits_of(root)) - B(kOffset << kRoot);
+    const F x = from_bits(scale, fraction) * scale;
+    return kSign ? from_bits(x, blend(B(0x80000000u), bits_of(root), bits_of(x))) : x;
   }
 };
 
 // Calls run(quantizer) for a quantized type.
 template <class Run>
 HD void with_quantizer(DType dtype, const Run& run) {
-  switch (dtype) {
-    case DType::kSigned8:
-      return run(RootQuantizer<true>());
-    case DType::kUnsigned8:
-      return run(RootQuantizer<false>());
-    case DType::kE4M3:
-      return run(FloatQuantizer<true>());
-    case DType::kE5M3:
-      return run(FloatQuantizer<false>());
-    default:
-      __builtin_unreachable();
-  }
+  if (dtype == DType::kSigned8) return run(Quantizer<true>());
+  return run(Quantizer<false>());
 }
 
 // --- stochastic rounding -------------------------------------------------------------------------
@@ -281,10 +223,6 @@ HD uint32_t row_key(uint32_t seed, int64_t row, float count) {
 }
 HD uint32_t list_key(uint32_t row_key, int list, int64_t index) {
   return hash(row_key + uint32_t(list) * 0x9e3779b9u + uint32_t(index >> 32) * 0x85ebca6bu);
-}
-// The hash of the block of a list that begins with element `index`.
-HD uint32_t block_hash(uint32_t row_key, int list, int64_t index) {
-  return hash(list_key(row_key, list, index) ^ uint32_t(index));
 }
 
 // One of the two BF16 values around x, the nearer the likelier; the mean is x.

@@ -26,6 +26,12 @@ HD float sqrt(float a) {
 #endif
 }
 
+// 1 / (sqrt(v) + eps) of a second moment, which each element of an update multiplies by.
+template <class F>
+HD F reciprocal_of_root(const F& v, float eps) {
+  return F(1.0f) / (sqrt(v) + F(eps));
+}
+
 // a / b if neither they nor the intermediate results leave FP32's normal numbers.
 template <class F>
 HD F quotient_of_usual(const F& a, const F& b) {
@@ -42,6 +48,23 @@ HD double square_root(double a) {
 
 // The larger of two values; NaN if either is, as torch.maximum.
 HD float max_nan(float a, float b) { return a > b || a != a ? a : b; }
+
+// The smaller of two values, or the second if the first is NaN.
+HD float min_number(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return fminf(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+// Limited to [0, 1]; zero if it is NaN.
+HD float saturate(float a) {
+#if defined(__CUDA_ARCH__)
+  return __saturatef(a);
+#else
+  return a > 0 ? (a < 1 ? a : 1.0f) : 0.0f;
+#endif
+}
 
 // `then` where a equals b, else `otherwise`.
 HD float select_equal(float a, float b, float then, float otherwise) {
@@ -60,11 +83,8 @@ HD uint32_t shift_right(uint32_t a) {
   return a >> kCount;
 }
 HD uint32_t max_signed(uint32_t a, uint32_t b) { return int32_t(a) > int32_t(b) ? a : b; }
-HD uint32_t min_signed(uint32_t a, uint32_t b) { return int32_t(a) < int32_t(b) ? a : b; }
 // The bits of a where the mask has ones, else those of b.
 HD uint32_t blend(uint32_t mask, uint32_t a, uint32_t b) { return b ^ ((a ^ b) & mask); }
-// b, but zero where a has none of the mask's bits.
-HD uint32_t clear_without(uint32_t mask, uint32_t a, uint32_t b) { return a & mask ? b : 0; }
 // As a signed integer, which a float holds exactly.
 HD float to_float(float, uint32_t a) { return float(int32_t(a)); }
 // `then` where a < b as signed integers, else `otherwise`.

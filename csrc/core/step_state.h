@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "dtype.h"
+#include "exponent.h"
 #include "hd.h"
 #include "reduce.h"
 #include "scalar.h"
@@ -14,6 +15,42 @@ namespace ampfuse {
 constexpr uint32_t kInfinityBits =
     0x7f800000u;  // magnitude bits from here on are inf, above it NaN
 
+// Why a step is skipped, in StepState::skip.
+constexpr float kNonfinite = 1, kSpike = 2;
+
+// What an optimizer's steps have been so far. All doubles: checkpoints hold it as one tensor.
+struct StepHistory {
+  double steps = 0;                       // decided, with the skipped ones
+  double nonfinite = 0, spikes = 0;       // skipped, by reason
+  double in_a_row = 0;                    // skipped since the last applied one
+  double last_skipped = 0;                // the latest skipped step, counted from 1; 0: none
+  double last_reason = 0;                 // ... its skip
+  double last_spike = 0;                  // the latest spike's gradient norm
+  double norms = 0;                       // applied steps in the two below
+  double log_mean = 0, log_variance = 0;  // of the logarithms of gradient norms
+
+  // How the mean and variance weigh the latest norm: alike until there are `kWarmup`, then each
+  // weighs 0.99 of the one after it. No spike is found before.
+  static constexpr double kWarmup = 100, kLeastWeight = 0.01;
+  // Norms that hardly vary would make spikes of ordinary ones.
+  static constexpr double kLeastDeviation = 0.1;
+
+  HD bool is_spike(double log_norm, double deviations) const {
+    const double deviation = square_root(log_variance);
+    return norms >= kWarmup &&
+           log_norm >
+               log_mean + deviations * (deviation > kLeastDeviation ? deviation : kLeastDeviation);
+  }
+  // West's update (CACM 22, 1979) with an exponential weight.
+  HD void add_norm(double log_norm) {
+    norms += 1;
+    const double weight = norms < kWarmup ? 1 / norms : kLeastWeight;
+    const double difference = log_norm - log_mean;
+    log_mean += weight * difference;
+    log_variance = (1 - weight) * (log_variance + weight * difference * difference);
+  }
+};
+
 struct StepState {
   // Gathered by inspect since the last step.
   double sum_squares = 0;    // of the unscaled gradients, from the last inspection
@@ -22,14 +59,14 @@ struct StepState {
   int32_t bad_row = -1;      // the first such row
   uint32_t bad_bits = 0;     // magnitude bits of its largest element
   // Decided for the current step; kept so that it can be read afterwards.
-  float skip = 0;       // 1: update returns at once and nothing changes
+  float skip = 0;       // kNonfinite or kSpike: update returns at once and nothing changes
   float grad_norm = 0;  // L2 norm of the unscaled gradients before clipping; NaN if not known
   float clip_coef = 1;
   float loss_scale = 1;  // that the gradients carry
-  // History, for the overflow report.
+  // The latest step with a non-finite gradient, applied or not.
   int32_t last_bad_row = -1;
   uint32_t last_bad_bits = 0;
-  int32_t skipped_steps = 0;
+  StepHistory history;
 };
 
 // Adds one inspection. `sum_squares` is of all rows; `bad_row` is -1 when every gradient was
@@ -54,8 +91,10 @@ struct StepDecision {
   const float* loss_scale = nullptr;  // device value, 1 if absent
   const float* found_inf = nullptr;   // from another source, such as torch.amp.GradScaler
   double max_norm = 0;                // clip to this norm; 0: no clipping
-  bool norm_known = false;            // sum_squares belongs to the gradients of this step
-  bool skip_nonfinite = false;        // false: non-finite gradients propagate, as in torch
+  // Skip a step whose log norm lies more than so many deviations above the mean; 0: never.
+  double skip_spikes = 0;
+  bool norm_known = false;      // sum_squares belongs to the gradients of this step
+  bool skip_nonfinite = false;  // false: non-finite gradients propagate, as in torch
 };
 
 // Decides the step: skip or not, gradient norm, clip coefficient (torch.nn.utils.clip_grad_norm_'s
@@ -63,7 +102,8 @@ struct StepDecision {
 HD void decide_step(StepState& state, const StepDecision& decision) {
   state.loss_scale = decision.loss_scale ? *decision.loss_scale : 1.0f;
   const bool bad = state.found_inf != 0 || (decision.found_inf && *decision.found_inf != 0);
-  state.skip = bad && decision.skip_nonfinite ? 1.0f : 0.0f;
+  state.skip = bad && decision.skip_nonfinite ? kNonfinite : 0;
+  StepHistory& history = state.history;
   state.clip_coef = 1;
   state.grad_norm = bits_float(0x7fc00000u);
   if (decision.norm_known) {
@@ -73,12 +113,30 @@ HD void decide_step(StepState& state, const StepDecision& decision) {
       const double coef = decision.max_norm / (norm + 1e-6);
       state.clip_coef = coef >= 1 ? 1.0f : float(coef);  // a NaN norm gives a NaN coefficient
     }
+    if (decision.skip_spikes > 0 && !bad && norm > 0) {
+      const double log_norm = logarithm(norm);
+      if (history.is_spike(log_norm, decision.skip_spikes)) {
+        state.skip = kSpike;
+      } else {
+        history.add_norm(log_norm);
+      }
+    }
   }
   if (bad) {
     state.last_bad_row = state.bad_row;
     state.last_bad_bits = state.bad_bits;
   }
-  if (state.skip != 0) ++state.skipped_steps;
+  history.steps += 1;
+  history.in_a_row = state.skip != 0 ? history.in_a_row + 1 : 0;
+  if (state.skip != 0) {
+    history.last_skipped = history.steps;
+    history.last_reason = double(state.skip);
+  }
+  if (state.skip == kNonfinite) history.nonfinite += 1;
+  if (state.skip == kSpike) {
+    history.spikes += 1;
+    history.last_spike = double(state.grad_norm);
+  }
   state.found_inf = 0;
   state.bad_row = -1;
   state.bad_bits = 0;

@@ -7,7 +7,7 @@
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
-#else
+#elif !defined(__aarch64__)
 #include <cfenv>
 #endif
 
@@ -18,6 +18,13 @@ class FloatMode {
 #if defined(__x86_64__)
   FloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
   ~FloatMode() { _mm_setcsr(saved_); }
+#elif defined(__aarch64__)
+  // All of its bits: fesetenv() keeps some.
+  FloatMode() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    set(0);
+  }
+  ~FloatMode() { set(saved_); }
 #else
   FloatMode() {
     std::fegetenv(&saved_);
@@ -31,6 +38,10 @@ class FloatMode {
  private:
 #if defined(__x86_64__)
   uint32_t saved_;
+#elif defined(__aarch64__)
+  static void set(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+
+  uint64_t saved_;
 #else
   std::fenv_t saved_;
 #endif

@@ -19,6 +19,8 @@ bool has(Isa isa) {
   if (isa == Isa::kAvx512)
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#elif defined(__aarch64__)
+  if (isa == Isa::kNeon) return true;
 #endif
   return isa == Isa::kScalar;
 }
@@ -26,14 +28,17 @@ bool has(Isa isa) {
 Isa choose_isa() {
   const char* forced = std::getenv("AMPFUSE_CPU_ISA");
   const std::string isa = forced ? forced : "";
-  AMPFUSE_CHECK(isa.empty() || isa == "scalar" || isa == "avx2" || isa == "avx512",
-                "AMPFUSE_CPU_ISA is '", isa, "'; set it to scalar, avx2 or avx512, or unset it");
+  AMPFUSE_CHECK(isa.empty() || isa == "scalar" || isa == "avx2" || isa == "avx512" || isa == "neon",
+                "AMPFUSE_CPU_ISA is '", isa,
+                "'; set it to scalar, avx2, avx512 or neon, or unset it");
   AMPFUSE_CHECK(isa != "avx2" || has(Isa::kAvx2),
                 "AMPFUSE_CPU_ISA=avx2, but this CPU lacks AVX2, FMA or F16C");
   AMPFUSE_CHECK(isa != "avx512" || has(Isa::kAvx512),
                 "AMPFUSE_CPU_ISA=avx512, but this CPU lacks AVX-512 F, BW, DQ or VL");
-  for (const auto& [name, each] : {std::pair("avx512", Isa::kAvx512), std::pair("avx2", Isa::kAvx2),
-                                   std::pair("scalar", Isa::kScalar)}) {
+  AMPFUSE_CHECK(isa != "neon" || has(Isa::kNeon), "AMPFUSE_CPU_ISA=neon, but this CPU is no ARM");
+  for (const auto& [name, each] :
+       {std::pair("avx512", Isa::kAvx512), std::pair("avx2", Isa::kAvx2),
+        std::pair("neon", Isa::kNeon), std::pair("scalar", Isa::kScalar)}) {
     if ((isa.empty() || isa == name) && is_compiled(each) && has(each)) return each;
   }
   throw std::runtime_error(
@@ -49,7 +54,16 @@ Isa isa() {
 }
 
 const char* cpu_isa() {
-  return isa() == Isa::kAvx512 ? "avx512" : isa() == Isa::kAvx2 ? "avx2" : "scalar";
+  switch (isa()) {
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kNeon:
+      return "neon";
+    default:
+      return "scalar";
+  }
 }
 
 }  // namespace ampfuse

@@ -72,6 +72,7 @@ void sum(const NnArgs& args) {
   constexpr int kCoefs = Op::kCoefs;
   const ImageRows& image = args.image;
   const int64_t spans = image.spans(), groups = groups_of(image);
+  auto* const partials = static_cast<typename Op::Partial*>(args.partials);  // [channels][spans]
   std::vector<Group> coefs(spans * kCoefs * groups);
   const auto coefs_of = [&](int64_t span) { return coefs.data() + span * kCoefs * groups; };
   if constexpr (!Op::kCoefsOfRow) {
@@ -114,11 +115,12 @@ void sum(const NnArgs& args) {
           float coef[kCoefs];
           for (int k = 0; k < kCoefs; ++k)
             coef[k] = coefs_of(span)[k * groups + group].value[c - begin];
-          args.partials_of<typename Op::Partial>(c)[span] =
+          partials[c * spans + span] =
               Op::partial(coef, first.value[c - begin], second.value[c - begin]);
         }
       }
-      for (int64_t c = begin; c < end; ++c) Op::finish(args, c, SpanSum{spans});
+      for (int64_t c = begin; c < end; ++c)
+        Op::finish(args, c, partials + c * spans, SpanSum{spans});
     }
   });
 }

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "core/dtype.h"
+#include "vector.h"
 
 namespace ampfuse {
 
@@ -24,23 +25,7 @@ struct Avx2 {
   HD Avx2(__m256 v) : value(v) {}
   HD explicit Avx2(float v) : value(_mm256_set1_ps(v)) {}
 
-  // The remainder goes through a buffer, so that nothing past the tensor is touched.
-  template <class Bits>
-  struct First {
-    template <class Stored>
-    HD static void store_first(void* data, Stored stored, int count) {
-      alignas(32) char buffer[32];
-      Bits::store(buffer, stored);
-      __builtin_memcpy(data, buffer, size_t(count) * Bits::kSize);
-    }
-    HD static auto load_first(const void* data, int count) {
-      alignas(32) char buffer[32] = {};
-      __builtin_memcpy(buffer, data, size_t(count) * Bits::kSize);
-      return Bits::load(buffer);
-    }
-  };
-
-  struct Halves : First<Halves> {
+  struct Halves : FirstByBuffer<Halves> {
     static constexpr int64_t kSize = 2;
     HD static __m128i load(const void* data) {
       return _mm_loadu_si128(static_cast<const __m128i*>(data));
@@ -91,7 +76,7 @@ struct Avx2 {
 };
 
 template <>
-struct Avx2::Lanes<DType::kFloat32> : First<Lanes<DType::kFloat32>> {
+struct Avx2::Lanes<DType::kFloat32> : FirstByBuffer<Lanes<DType::kFloat32>> {
   static constexpr int64_t kSize = 4;
   HD static __m256 load(const void* data) {
     return _mm256_loadu_ps(static_cast<const float*>(data));
@@ -137,7 +122,7 @@ struct Avx2::Lanes<DType::kBFloat16> : Halves {
 };
 
 template <>
-struct Avx2::Part<int16_t> : First<Part<int16_t>> {
+struct Avx2::Part<int16_t> : FirstByBuffer<Part<int16_t>> {
   static constexpr int64_t kSize = 2;
   HD static Bits load(const void* data) {
     return _mm256_cvtepi16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(data)));
@@ -151,7 +136,7 @@ struct Avx2::Part<int16_t> : First<Part<int16_t>> {
 };
 
 template <class Stored>
-struct Avx2::Part : First<Part<Stored>> {
+struct Avx2::Part : FirstByBuffer<Part<Stored>> {
   static_assert(sizeof(Stored) == 1);
   static constexpr int64_t kSize = 1;
   HD static Bits load(const void* data) {
@@ -185,12 +170,7 @@ HD Avx2::Bits select_less(Avx2::Bits a, Avx2::Bits b, Avx2::Bits then, Avx2::Bit
   return _mm256_blendv_epi8(otherwise.value, then.value, _mm256_cmpgt_epi32(b.value, a.value));
 }
 HD Avx2::Bits max_signed(Avx2::Bits a, Avx2::Bits b) { return _mm256_max_epi32(a.value, b.value); }
-HD Avx2::Bits min_signed(Avx2::Bits a, Avx2::Bits b) { return _mm256_min_epi32(a.value, b.value); }
 HD Avx2::Bits blend(Avx2::Bits mask, Avx2::Bits a, Avx2::Bits b) { return b ^ ((a ^ b) & mask); }
-HD Avx2::Bits clear_without(Avx2::Bits mask, Avx2::Bits a, Avx2::Bits b) {
-  const __m256i found = _mm256_and_si256(a.value, mask.value);
-  return _mm256_andnot_si256(_mm256_cmpeq_epi32(found, _mm256_setzero_si256()), b.value);
-}
 HD Avx2 to_float(Avx2, Avx2::Bits a) { return _mm256_cvtepi32_ps(a.value); }
 HD Avx2::Bits bits_of(Avx2 a) { return _mm256_castps_si256(a.value); }
 HD Avx2 from_bits(Avx2, Avx2::Bits bits) { return _mm256_castsi256_ps(bits.value); }
@@ -205,6 +185,10 @@ HD Avx2 max_nan(Avx2 a, Avx2 b) {
   // maxps returns its second operand when either is NaN, so only a NaN in a must be put back.
   return _mm256_blendv_ps(_mm256_max_ps(a.value, b.value), a.value,
                           _mm256_cmp_ps(a.value, a.value, _CMP_UNORD_Q));
+}
+HD Avx2 min_number(Avx2 a, Avx2 b) { return _mm256_min_ps(a.value, b.value); }
+HD Avx2 saturate(Avx2 a) {
+  return _mm256_min_ps(_mm256_max_ps(a.value, _mm256_setzero_ps()), _mm256_set1_ps(1));
 }
 HD Avx2 select_equal(Avx2 a, Avx2 b, Avx2 then, Avx2 otherwise) {
   return _mm256_blendv_ps(otherwise.value, then.value, _mm256_cmp_ps(a.value, b.value, _CMP_EQ_OQ));

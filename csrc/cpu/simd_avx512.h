@@ -192,14 +192,8 @@ HD Avx512::Bits select_less(Avx512::Bits a, Avx512::Bits b, Avx512::Bits then,
 HD Avx512::Bits max_signed(Avx512::Bits a, Avx512::Bits b) {
   return _mm512_max_epi32(a.value, b.value);
 }
-HD Avx512::Bits min_signed(Avx512::Bits a, Avx512::Bits b) {
-  return _mm512_min_epi32(a.value, b.value);
-}
 HD Avx512::Bits blend(Avx512::Bits mask, Avx512::Bits a, Avx512::Bits b) {
   return _mm512_ternarylogic_epi32(mask.value, a.value, b.value, 0xca);
-}
-HD Avx512::Bits clear_without(Avx512::Bits mask, Avx512::Bits a, Avx512::Bits b) {
-  return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(a.value, mask.value), b.value);
 }
 HD Avx512 to_float(Avx512, Avx512::Bits a) { return _mm512_cvtepi32_ps(a.value); }
 HD Avx512::Bits bits_of(Avx512 a) { return _mm512_castps_si512(a.value); }
@@ -215,6 +209,10 @@ HD Avx512 max_nan(Avx512 a, Avx512 b) {
   // maxps returns its second operand when either is NaN, so only a NaN in a must be put back.
   const __mmask16 nan = _mm512_cmp_ps_mask(a.value, a.value, _CMP_UNORD_Q);
   return _mm512_mask_mov_ps(_mm512_max_ps(a.value, b.value), nan, a.value);
+}
+HD Avx512 min_number(Avx512 a, Avx512 b) { return _mm512_min_ps(a.value, b.value); }
+HD Avx512 saturate(Avx512 a) {
+  return _mm512_min_ps(_mm512_max_ps(a.value, _mm512_setzero_ps()), _mm512_set1_ps(1));
 }
 HD Avx512 select_equal(Avx512 a, Avx512 b, Avx512 then, Avx512 otherwise) {
   return _mm512_mask_mov_ps(otherwise.value, _mm512_cmp_ps_mask(a.value, b.value, _CMP_EQ_OQ),

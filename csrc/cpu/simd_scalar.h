@@ -71,6 +71,8 @@ HD Scalar fma(Scalar a, Scalar b, Scalar c) {
 }
 HD Scalar sqrt(Scalar a) { return Scalar(ampfuse::sqrt(a.value)); }
 HD Scalar max_nan(Scalar a, Scalar b) { return Scalar(ampfuse::max_nan(a.value, b.value)); }
+HD Scalar min_number(Scalar a, Scalar b) { return Scalar(ampfuse::min_number(a.value, b.value)); }
+HD Scalar saturate(Scalar a) { return Scalar(ampfuse::saturate(a.value)); }
 HD Scalar select_equal(Scalar a, Scalar b, Scalar then, Scalar otherwise) {
   return Scalar(ampfuse::select_equal(a.value, b.value, then.value, otherwise.value));
 }

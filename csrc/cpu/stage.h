@@ -38,14 +38,6 @@ HD void for_vectors(int count, const Run& run) {
   if (i < count) run(i, count - i, std::false_type());
 }
 
-// dither_bits() of each position, as a vector is loaded.
-struct Dither {
-  alignas(kCacheLine) uint32_t bits[kDitherWidth] = {};
-  constexpr Dither() {
-    for (int i = 0; i < kDitherWidth; ++i) bits[i] = dither_bits(i);
-  }
-};
-
 // For the `count` elements from element `first` on, at most a block, of a quantized list: decoded
 // values; the scale that values need; quantized values. There is one loop for each type, however
 // many ops there are.
@@ -57,7 +49,7 @@ void decode_block(const ChunkLists& lists, int list, int64_t first, int count, f
     for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
       const BitsOf<F> quantized =
           load_integers<F, Stored, decltype(whole)::value>(lists.data[list], first + i, n);
-      store_vector(quantizer.decode(quantized, scale), to, DType::kFloat32, i);
+      store_vector(quantizer.decode(to_float(scale, quantized), scale), to, DType::kFloat32, i);
     });
   });
 }
@@ -79,16 +71,12 @@ float scale_block(const ChunkLists& lists, int list, int64_t first, int count, c
 template <class F>
 void encode_block(const ChunkLists& lists, int list, int64_t first, int count, const float* from,
                   float scale, bool steps) {
-  static constexpr Dither dither;
-  const uint32_t hashed = block_hash(lists.random_key, list, lists.random_first + first);
   with_quantizer(lists.dtype[list], [&](auto quantizer) HD_LAMBDA {
-    const F encoder(quantizer.encoder(scale));
-    const BitsOf<F> key(steps ? quantizer.key(hashed) : quantizer.kNearest);
+    const F encoder(quantizer.encoder(scale)), offset(quantizer.offset(steps));
+    const BitsOf<F> byte(0xffu);
     const auto quantized_at = [&](int i) HD_LAMBDA {
-      const uint32_t* bits = dither.bits + (F::kWidth < kDitherWidth ? i % kDitherWidth : 0);
-      const BitsOf<F> lane_bits = bits_of(load_vector<F>(bits, DType::kFloat32, 0));
       const F x = load_vector<F>(from, DType::kFloat32, i);
-      return quantizer.encode(x, encoder, steps ? lane_bits ^ key : key);
+      return quantizer.encode(x, encoder, offset) & byte;
     };
     int whole = 0;
     for (; whole + 4 * F::kWidth <= count; whole += 4 * F::kWidth) {

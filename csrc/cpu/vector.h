@@ -15,6 +15,23 @@ HD char* element(const void* data, int64_t i) {
   return const_cast<char*>(static_cast<const char*>(data)) + i * Lanes::kSize;
 }
 
+// load_first() and store_first() for instruction sets without masks: through a buffer, so that
+// nothing past the tensor is touched. `Lanes` inherits it.
+template <class Lanes>
+struct FirstByBuffer {
+  template <class Stored>
+  HD static void store_first(void* data, Stored stored, int count) {
+    alignas(32) char buffer[32];
+    Lanes::store(buffer, stored);
+    __builtin_memcpy(data, buffer, size_t(count) * Lanes::kSize);
+  }
+  HD static auto load_first(const void* data, int count) {
+    alignas(32) char buffer[32] = {};
+    __builtin_memcpy(buffer, data, size_t(count) * Lanes::kSize);
+    return Lanes::load(buffer);
+  }
+};
+
 // Calls run(Lanes) unless the list is absent.
 template <class F, class Run>
 HD void with_lanes(DType dtype, const Run& run) {

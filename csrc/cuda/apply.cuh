@@ -145,10 +145,65 @@ __device__ inline void load_packs(const Slice& slice, int i, int count, Packs<kW
   }
 }
 
+// Whether all are finite, and their sum too.
+template <int kWidth>
+__device__ inline bool all_finite(const Vector<float, kWidth>& x) {
+  float sum = x.lane[0];
+#pragma unroll
+  for (int k = 1; k < kWidth; ++k) sum += x.lane[k];
+  return (float_bits(sum) & kInfinityBits) != kInfinityBits;
+}
+
+// The masters of a pack. With BF16 weights both halves of a master are where its bits have them,
+// less 0x8000; but a NaN and a weight that was set to zero (of which this makes a NaN) are left to
+// join().
+template <int kWidth>
+__device__ inline Vector<float, kWidth> join_packs(DType type, const Pack<kWidth>& weight,
+                                                   const Pack<kWidth>& remainder) {
+  Vector<float, kWidth> x;
+  if (type == DType::kRemainderBFloat16) {
+    x = x.of([&](int k) {
+      const uint32_t low = remainder.word[k / 2] ^ 0x80008000u;
+      return bits_float(__byte_perm(low, weight.word[k / 2], k % 2 ? 0x7632u : 0x5410u) - 0x8000u);
+    });
+    if (all_finite(x)) return x;
+  }
+  with_split(type, [&](auto split) {
+    Vector<float, kWidth> high;
+    widen(weight, split.kWeight, high.lane);
+    x = split.join(high, Vector<uint32_t, kWidth>::of([&](int k) {
+                     return uint32_t(int16_t(remainder.template get<2>(k)));
+                   }));
+  });
+  return x;
+}
+
+// The inverse.
+template <int kWidth>
+__device__ inline void split_packs(DType type, const Vector<float, kWidth>& x, Pack<kWidth>& weight,
+                                   Pack<kWidth>& remainder) {
+  if (type == DType::kRemainderBFloat16 && all_finite(x)) {
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 2) {
+      const uint32_t first = float_bits(x.lane[k]) + 0x8000u;
+      const uint32_t second = float_bits(x.lane[k + 1]) + 0x8000u;
+      weight.word[k / 2] = __byte_perm(first, second, 0x7632u);
+      remainder.word[k / 2] = __byte_perm(first, second, 0x5410u) ^ 0x80008000u;
+    }
+    return;
+  }
+  with_split(type, [&](auto split) {
+    const Vector<float, kWidth> limited = split.limit(x), high = split.high(limited);
+    const auto bits = split.remainder(limited, high);
+    weight = narrow(high.lane, split.kWeight);
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) remainder.template put<2>(k, bits.lane[k]);
+  });
+}
+
 template <class Op, unsigned kReads, int kWidth, class Slice>
 __device__ inline void widen_packs(const Slice& slice, int count, const Packs<kWidth>& packs,
                                    Vector<float, kWidth> (&x)[kLists]) {
-  using Bits = Vector<uint32_t, kWidth>;
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (!(kReads & bit(list))) continue;
@@ -157,31 +212,56 @@ __device__ inline void widen_packs(const Slice& slice, int count, const Packs<kW
     if (is_plain(stored)) {
       widen(pack, stored, x[list].lane);
     } else if (list == kParam) {
-      widen(packs.of[kModel], slice(kModel), x[kModel].lane);
-      const Bits remainder =
-          Bits::of([&](int k) { return uint32_t(int16_t(pack.template get<2>(k))); });
-      with_split(type, [&](auto split) { x[list] = split.join(x[kModel], remainder); });
+      x[list] = join_packs(type, packs.of[kModel], pack);
     } else if (may_be_quantized<Op, Slice>(list) && count > 0) {
       const Vector<float, kWidth> scale(packs.scale[list - kState0]);
       with_quantizer_of<Op>(list, type, [&](auto quantizer) {
-        using Stored = typename decltype(quantizer)::Stored;
-        x[list] = quantizer.decode(
-            Bits::of([&](int k) { return uint32_t(int32_t(Stored(pack.template get<1>(k)))); }),
-            scale);
+        Vector<float, kWidth> count;
+        bytes_to_float<quantizer.kSign>(pack, count.lane);
+        x[list] = quantizer.decode(count, scale);
       });
     }
   }
 }
 
-// Runs the op on the pack at element i.
-template <class Op, int kWidth, class Slice>
+// Runs the op on the pack at element i. kSplits: whether the weights of split masters are needed
+// before store_packs() makes them.
+template <bool kSplits, class Op, int kWidth, class Slice>
 __device__ void run(const Op& op, const Slice& slice, int i, Vector<float, kWidth> (&x)[kLists]) {
   op(x);
   if constexpr (Slice::Column::kEncoded) {
     using Bits = Vector<uint32_t, kWidth>;
-    round_to_storage<Op::kWrites>(x, slice, slice.random_key, slice.first + i,
+    const auto types = [&](int list) {
+      const DType type = slice(list);
+      return !kSplits && list == kParam && is_remainder(type) ? DType::kFloat32 : type;
+    };
+    round_to_storage<Op::kWrites>(x, types, slice.random_key, slice.first + i,
                                   Bits::of([](int k) { return uint32_t(k); }));
   }
+}
+
+// The bits of the largest magnitude among the first `count`; of a NaN, if there is one.
+template <int kWidth>
+__device__ inline uint32_t largest_of(const Vector<float, kWidth>& x, int count) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float largest = 0 < count ? fabsf(x.lane[0]) : 0.0f;
+#pragma unroll
+  for (int k = 1; k < kWidth; ++k) {
+    if (k < count) {
+      const float magnitude = fabsf(x.lane[k]);
+      asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(magnitude));
+    }
+  }
+  return float_bits(largest);
+#else
+  uint32_t largest = 0;
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    const uint32_t magnitude = k < count ? magnitude_of(x.lane[k]) : 0;
+    if (magnitude > largest) largest = magnitude;
+  }
+  return largest;
+#endif
 }
 
 // The largest magnitudes of the blocks of quantized states, whose values a warp holds. All states
@@ -197,16 +277,16 @@ __device__ inline void share_largest(const Slice& slice, int count,
         run(list, largest[list - kState0]);
     }
   };
-  for_quantized([&](int list, uint32_t& most) {
-    most = 0;
+  for_quantized([&](int list, uint32_t& most) { most = largest_of(x[list], count); });
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  constexpr bool kAtOnce = kBlock / kWidth == kRowLanes;
+  if (kAtOnce)
+    for_quantized([&](int, uint32_t& most) { most = __reduce_max_sync(kWholeWarp, most); });
+#else
+  constexpr bool kAtOnce = false;
+#endif
 #pragma unroll
-    for (int k = 0; k < kWidth; ++k) {
-      const uint32_t magnitude = k < count ? magnitude_of(x[list].lane[k]) : 0;
-      if (magnitude > most) most = magnitude;
-    }
-  });
-#pragma unroll
-  for (int offset = kBlock / kWidth / 2; offset > 0; offset /= 2) {
+  for (int offset = kAtOnce ? 0 : kBlock / kWidth / 2; offset > 0; offset /= 2) {
     for_quantized([&](int, uint32_t& most) {
       const uint32_t other = __shfl_xor_sync(kWholeWarp, most, offset);
       if (other > most) most = other;
@@ -217,36 +297,28 @@ __device__ inline void share_largest(const Slice& slice, int count,
 template <class Op, unsigned kWrites, bool kWhole, int kWidth, class Slice>
 __device__ inline void store_packs(const Slice& slice, int i, int count,
                                    const Vector<float, kWidth> (&x)[kLists]) {
-  using Bits = Vector<uint32_t, kWidth>;
   uint32_t largest[kMaxStates];
   share_largest<Op, kWrites>(slice, count, x, largest);
+  Pack<kWidth> weight, remainder;
+  const bool split =
+      Slice::Column::kSplit && (kWrites & bit(kParam)) && is_remainder(slice(kParam));
+  if (split) split_packs(slice(kParam), x[kParam], weight, remainder);
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (!(kWrites & bit(list))) continue;
     const DType type = slice(list), stored = plain_of<Slice>(list, type);
     Pack<kWidth> pack;
-    if (is_plain(stored)) {
+    if (split && (list == kParam || list == kModel)) {
+      pack = list == kParam ? remainder : weight;
+    } else if (is_plain(stored)) {
       pack = narrow(x[list].lane, stored);
-    } else if (list == kParam) {
-      with_split(type, [&](auto split) {
-        const Bits remainder = split.remainder(x[kParam], x[kModel]);
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) pack.template put<2>(k, remainder.lane[k]);
-      });
     } else if (may_be_quantized<Op, Slice>(list)) {
       with_quantizer_of<Op>(list, type, [&](auto quantizer) {
         const float scale = quantizer.scale(largest[list - kState0]);
         const Vector<float, kWidth> encoder(quantizer.encoder(scale));
-        const int in_block = i % kBlock;
-        if (in_block == 0 && count > 0) *slice.scale_at(list, i) = scale;
-        uint32_t key = quantizer.kNearest;
-        if constexpr (kSteps<Op>)
-          key = quantizer.key(block_hash(slice.random_key, list, slice.first + i - in_block));
-        const Bits quantized = quantizer.encode(
-            x[list], encoder,
-            Bits::of([&](int k) { return (kSteps<Op> ? dither_bits(in_block + k) : 0) ^ key; }));
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) pack.template put<1>(k, quantized.lane[k]);
+        const Vector<float, kWidth> offset(quantizer.offset(kSteps<Op>));
+        if (i % kBlock == 0 && count > 0) *slice.scale_at(list, i) = scale;
+        pack = lower_bytes(quantizer.encode(x[list], encoder, offset).lane);
       });
     }
     store_pack<kWhole>(slice.columns[list], i, count, pack, may_be_quantized<Op, Slice>(list));
@@ -305,7 +377,7 @@ __device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, 
       for (int list = 0; list < kLists; ++list) {
         if (Op::kChecked & bit(list)) include(x[list], largest);
       }
-      run(op, slice, i, x);
+      run<false>(op, slice, i, x);
       store_packs<Op, kWrites, kWhole>(slice, i, count, x);
     }
   }
@@ -339,7 +411,7 @@ __device__ inline void with_known_types(const Slice& slice, const Run& run) {
     };
     const auto with = [&](DType param) {
       if (of(param, DType::kRandomBFloat16)) return true;
-      return Op::kQuantizable && (of(param, DType::kSigned8) || of(param, DType::kE4M3));
+      return Op::kQuantizable && of(param, DType::kSigned8);
     };
     if (!with(DType::kFloat32) && !with(DType::kNone)) of(DType::kNone, DType::kFloat32);
   }

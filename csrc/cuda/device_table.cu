@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "device_table.cuh"
+#include "graph_memory.cuh"
 #include "launch.cuh"
 
 namespace ampfuse {
@@ -19,51 +20,6 @@ std::shared_ptr<void> allocate_plain(size_t bytes) {
 }
 
 Allocate allocate_device = allocate_plain;
-
-// The owner of captured columns is a graph, and a graph's user objects die on a thread that may not
-// call CUDA. Their memory is freed by the next call that may.
-struct Orphans {
-  std::mutex mutex;
-  std::vector<void*> memory;
-
-  void add(void* p) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    memory.push_back(p);
-  }
-  // Without the lock, which the graph's thread takes: cudaFree may wait for the device.
-  void free_all() {
-    std::vector<void*> freed;
-    {
-      const std::lock_guard<std::mutex> lock(mutex);
-      freed.swap(memory);
-    }
-    for (void* p : freed) (void)cudaFree(p);
-  }
-};
-
-Orphans& orphans() {
-  static auto* orphans = new Orphans;  // outlives every graph
-  return *orphans;
-}
-
-std::shared_ptr<void> allocate_for_graph(size_t bytes) {
-  void* memory = nullptr;
-  CUDA_CHECK(cudaMalloc(&memory, bytes));
-  return {memory, [](void* p) { orphans().add(p); }};
-}
-
-// Another stream may be capturing in the mode that forbids this thread every call that could wait
-// or allocate. Our calls do not affect that capture.
-class AllowUnsafeCalls {
- public:
-  AllowUnsafeCalls() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~AllowUnsafeCalls() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-  AllowUnsafeCalls(const AllowUnsafeCalls&) = delete;
-  AllowUnsafeCalls& operator=(const AllowUnsafeCalls&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 // --- staging -------------------------------------------------------------------------------------
 
@@ -279,47 +235,15 @@ void upload(DeviceColumns& columns, const TableView& host, const Changes& change
   upload.send(stream);
 }
 
-// --- capture -------------------------------------------------------------------------------------
-
-struct Capture {
-  unsigned long long id = 0;  // 0: the stream does not capture
-  cudaGraph_t graph = nullptr;
-};
-
-Capture current_capture(cudaStream_t stream) {
-  Capture capture;
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-#if CUDART_VERSION >= 13000
-  CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture.id, &capture.graph));
-#else
-  CUDA_CHECK(cudaStreamGetCaptureInfo_v2(stream, &status, &capture.id, &capture.graph));
-#endif
-  if (status != cudaStreamCaptureStatusActive) return {};
-  return capture;
-}
-
 // Columns that belong to the graph being captured; see note [captured tables].
 DeviceColumns capture_columns(const TableView& host, const Capture& capture,
                               std::shared_ptr<void> scratch) {
-  cudaStream_t side = nullptr;
-  CUDA_CHECK(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
-  const std::unique_ptr<CUstream_st, void (*)(cudaStream_t)> owner(
-      side, [](cudaStream_t s) { (void)cudaStreamDestroy(s); });
+  const SideStream side;
   DeviceColumns columns = make_columns(host, allocate_for_graph, side, std::move(scratch));
   upload(columns, host, {}, side);
   CUDA_CHECK(cudaStreamSynchronize(side));
 
-  using Owned = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
-  auto owned = std::make_unique<Owned>(columns.memory, columns.scratch);
-  const auto destroy = [](void* last) { delete static_cast<Owned*>(last); };
-  cudaUserObject_t object = nullptr;
-  CUDA_CHECK(
-      cudaUserObjectCreate(&object, owned.get(), destroy, 1, cudaUserObjectNoDestructorSync));
-  (void)owned.release();
-  const cudaError_t retained =
-      cudaGraphRetainUserObject(capture.graph, object, 1, cudaGraphUserObjectMove);
-  if (retained != cudaSuccess) (void)cudaUserObjectRelease(object, 1);
-  CUDA_CHECK(retained);
+  give_to_graph(capture, {columns.memory, columns.scratch});
   return columns;
 }
 
@@ -342,7 +266,7 @@ DeviceTable::~DeviceTable() {
 
 const DeviceColumns& DeviceTable::acquire(Table& table, cudaStream_t stream) {
   const AllowUnsafeCalls allowed;
-  orphans().free_all();
+  free_orphans();
   const Capture capture = current_capture(stream);
   if (capture.id == 0) {
     note_changes(table);

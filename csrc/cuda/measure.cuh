@@ -48,7 +48,7 @@ __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, in
       const int i = start + tile * kTile, count = part<kPack>(i, end);
       Vector<float, kPack> x[kLists] = {};
       widen_packs<Op, kReads>(slice, count, packs[tile], x);
-      run(op, slice, i, x);
+      run<true>(op, slice, i, x);
       if constexpr (Op::kMetered) counter.count<Op>(slice, i, count, x);
 #pragma unroll
       for (int list = 0; list < kLists; ++list) {

@@ -1,4 +1,5 @@
-// The kernels of one header of core/nn_ops: one launch for a map, two for a sum over channels.
+// The kernels of one header of core/nn_ops: one launch for each pass, and two for a sum over very
+// many rows.
 //
 // A thread holds a pack of kPack neighbouring channels, so that a row's packs are read in whole
 // lines, and goes down the rows with the channels' coefficients in registers. In sums it takes one
@@ -8,11 +9,12 @@
 #include <tuple>
 #include <type_traits>
 
-#include "block_reduce.cuh"
+#include "last_block.cuh"
 #include "launch.cuh"
 #include "nn.cuh"
 #include "pack.cuh"
 #include "rows.cuh"
+#include "tickets.cuh"
 #include "vector.cuh"
 
 namespace ampfuse {
@@ -121,9 +123,116 @@ constexpr int sum_blocks() {
   return kType == DType::kFloat32 || (Op::kReads & kMask) ? 4 : 6;
 }
 
+// The partials of channel c: [spans][words of a Partial][channels], so that threads of neighbouring
+// channels access whole lines.
+template <class Partial>
+struct ChannelPartials {
+  static constexpr int kWords = sizeof(Partial) / sizeof(float);
+  float* first;
+  int64_t channels;
+
+  __device__ ChannelPartials(const NnArgs& args, int64_t c)
+      : first(static_cast<float*>(args.partials) + c), channels(args.image.channels) {}
+  __device__ float* word(int64_t span, int i) const {
+    return first + (span * kWords + i) * channels;
+  }
+  __device__ void store(int64_t span, const Partial& partial) const {
+    float words[kWords];
+    memcpy(words, &partial, sizeof words);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) *word(span, i) = words[i];
+  }
+  // (Other blocks have written it: read past the L1 cache.)
+  __device__ Partial operator[](int64_t span) const {
+    float words[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = __ldcg(word(span, i));
+    Partial partial;
+    memcpy(&partial, words, sizeof words);
+    return partial;
+  }
+};
+
+// Of values in registers: as a loop over the halvings, they would be in memory.
+template <int kCount, int kSize>
+__device__ inline double sum_by_halving(double (&value)[kSize]) {
+  if constexpr (kCount == 1) {
+    return value[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) value[i] += value[i + kCount / 2];
+    return sum_by_halving<kCount / 2>(value);
+  }
+}
+
+// The sum of kHeight values of each channel by halving, for all of its threads.
+template <int kHeight, int kChannels>
+__device__ inline double sum_threads(double value) {
+  __shared__ double values[kHeight][kChannels];
+  const int channel = threadIdx.x % kChannels;
+  __syncthreads();  // an earlier sum has been read
+  values[threadIdx.x / kChannels][channel] = value;
+  __syncthreads();
+  double sum[kHeight];
+#pragma unroll
+  for (int i = 0; i < kHeight; ++i) sum[i] = values[i][channel];
+  return sum_by_halving<kHeight>(sum);
+}
+
+// Adds a channel's spans in the order of sum_strided<kRowLanes>, see Op::finish(). A channel has
+// kHeight threads of a block of kThreads, and each of them has kEach of the lanes.
+template <int kThreads, int kChannels>
+struct SpanSum {
+  static constexpr int kHeight = kThreads / kChannels, kEach = kRowLanes / kHeight;
+  const ImageRows& image;
+  bool exists;  // the channel
+
+  // All threads of the block call, and all receive the sum.
+  template <class Value>
+  __device__ double operator()(const Value& value) const {
+    const int first = threadIdx.x / kChannels;
+    const int64_t whole = exists ? image.rows / kSpanRows : 0;
+    double sum[kEach] = {};
+    // (The compiler then leaves out what a shorter span needs, a division.)
+    const auto value_of_whole = [&](int64_t span) {
+#if defined(__CUDA_ARCH__)
+      __builtin_assume(image.rows_of(span) == kSpanRows);
+#endif
+      return value(span);
+    };
+#pragma unroll kEach < 8 ? 8 / kEach : 1
+    for (int64_t span = first; span < whole; span += kRowLanes) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        if (span + i * kHeight < whole) sum[i] += value_of_whole(span + i * kHeight);
+    }
+    const int lane = int(whole % kRowLanes);
+    if (exists && whole < image.spans() && lane % kHeight == first) {
+      const double last = value(whole);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) sum[i] = lane / kHeight == i ? sum[i] + last : sum[i];
+    }
+    return sum_threads<kHeight, kChannels>(sum_by_halving<kEach>(sum));
+  }
+  __device__ bool writes() const { return exists && threadIdx.x < kChannels; }
+};
+
+// Makes the results of kChannels channels of their partials. All threads of the block call.
+template <class Op, int kThreads, int kChannels>
+__device__ inline void finish_channels(const NnArgs& args, int64_t first_channel) {
+  const int64_t c = first_channel + threadIdx.x % kChannels;
+  Op::finish(args, c, ChannelPartials<typename Op::Partial>(args, c),
+             SpanSum<kThreads, kChannels>{args.image, c < args.image.channels});
+}
+
+// The last block of some channels finishes them, which saves a launch. If there are more spans than
+// this, a launch of many blocks takes less time than one block for all spans of its channels.
+constexpr int64_t kLastBlockSpans = 128;
+
+// tickets: of arrives_last(), one for the blocks of the same channels.
 template <class Op, unsigned kLists, DType kType, bool kAligned, int kWidth>
 __global__ void __launch_bounds__(kSumThreads, (sum_blocks<Op, kType, kAligned, kWidth>()))
-    sum_kernel(NnArgs args) {
+    sum_kernel(NnArgs args, unsigned* tickets) {
   assume_type<kType>(args);
   constexpr int kStep = kWidth == kPack ? 1 : kWidth, kSteps = kWidth / kStep;
   using F = Vector<float, kStep>;
@@ -172,49 +281,31 @@ __global__ void __launch_bounds__(kSumThreads, (sum_blocks<Op, kType, kAligned, 
   __syncthreads();
   const int i = threadIdx.x;
   const int64_t c = first_channel + i;
-  if (i >= kChannels || c >= image.channels) return;
-  float total[2] = {0, 0};
-  for (int t = 0; t < kSpanTiles; ++t) {
-    total[0] += sums[0][t][i];
-    total[1] += sums[1][t][i];
+  if (i < kChannels && c < image.channels) {
+    float total[2] = {0, 0};
+    for (int t = 0; t < kSpanTiles; ++t) {
+      total[0] += sums[0][t][i];
+      total[1] += sums[1][t][i];
+    }
+    float coef[Op::kCoefs];
+    Op::template coefs<kLists>(args, first_row, c, coef);
+    ChannelPartials<typename Op::Partial>(args, c).store(span,
+                                                         Op::partial(coef, total[0], total[1]));
   }
-  float coef[Op::kCoefs];
-  Op::template coefs<kLists>(args, first_row, c, coef);
-  args.partials_of<typename Op::Partial>(c)[span] = Op::partial(coef, total[0], total[1]);
+  if (image.spans() > kLastBlockSpans) return;
+  if (image.spans() == 1) {
+    __syncthreads();
+  } else if (!arrives_last(tickets + blockIdx.x % columns, unsigned(image.spans()))) {
+    return;
+  }
+  finish_channels<Op, kSumThreads, kChannels>(args, first_channel);
 }
 
-// A warp adds a channel's spans, see Op::finish().
 constexpr int kFinishChannels = kLanes / kRowLanes;
 
-struct SpanSum {
-  const ImageRows& image;
-  bool exists;  // the channel
-
-  // As warp_sum(); every lane receives it.
-  template <class Value>
-  __device__ double operator()(const Value& value) const {
-    const int64_t whole = exists ? image.rows / kSpanRows : 0, lane = threadIdx.x % kRowLanes;
-    double sum = 0;
-    // (The compiler then leaves out what a shorter span needs, a division.)
-#pragma unroll 8
-    for (int64_t span = lane; span < whole; span += kRowLanes) {
-#if defined(__CUDA_ARCH__)
-      __builtin_assume(image.rows_of(span) == kSpanRows);
-#endif
-      sum += value(span);
-    }
-    if (exists && whole < image.spans() && whole % kRowLanes == lane) sum += value(whole);
-    for (int offset = kRowLanes / 2; offset > 0; offset /= 2)
-      sum += __shfl_xor_sync(kWholeWarp, sum, offset);
-    return sum;
-  }
-  __device__ bool writes() const { return exists && threadIdx.x % kRowLanes == 0; }
-};
-
 template <class Op>
-__global__ void finish_kernel(NnArgs args) {
-  const int64_t c = blockIdx.x * int64_t(kFinishChannels) + threadIdx.x / kRowLanes;
-  Op::finish(args, c, SpanSum{args.image, c < args.image.channels});
+__global__ void __launch_bounds__(kLanes) finish_kernel(NnArgs args) {
+  finish_channels<Op, kLanes, kFinishChannels>(args, blockIdx.x * int64_t(kFinishChannels));
 }
 
 // ---- maps ----
@@ -266,15 +357,19 @@ void start(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
   if constexpr (Op::kKind == PassKind::kChannelSum) {
     constexpr int kFine = kAligned ? kNarrow : kPack;
-    const auto blocks = [&](int width) {
-      return image.spans() * ceil_div(image.channels, kSumPacks * width);
-    };
-    const bool few = blocks(kPack) < kFewBlocks;
+    const int64_t spans = image.spans();
+    const auto columns = [&](int width) { return ceil_div(image.channels, kSumPacks * width); };
+    const bool few = spans * columns(kPack) < kFewBlocks;
+    const int64_t count = columns(few ? kFine : kPack);
+    const bool last_finishes = spans <= kLastBlockSpans;
+    unsigned* const tickets = last_finishes && spans > 1 ? take_tickets(count, stream) : nullptr;
     launch(Kernel{Op::kName, few ? sum_kernel<Op, kLists, kType, kAligned, kFine>
                                  : sum_kernel<Op, kLists, kType, kAligned, kPack>},
-           blocks(few ? kFine : kPack), kSumThreads, stream, args);
-    launch(Kernel{Op::kName, finish_kernel<Op>}, ceil_div(image.channels, kFinishChannels), kLanes,
-           stream, args);
+           spans * count, kSumThreads, stream, args, tickets);
+    if (!last_finishes) {
+      launch(Kernel{Op::kName, finish_kernel<Op>}, ceil_div(image.channels, kFinishChannels),
+             kLanes, stream, args);
+    }
   } else {
     const Grid grid(image);
     launch(Kernel{Op::kName, map_kernel<Op, kLists, kType, kAligned>}, grid.blocks, kLanes, stream,

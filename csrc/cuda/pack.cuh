@@ -176,6 +176,32 @@ __device__ inline void widen(const Pack<kWidth>& pack, DType dtype, float (&valu
   });
 }
 
+// The bytes of a pack as floats: below the bits of 2^23 a byte is a float already. (Converting
+// integers has a quarter of the rate.)
+template <bool kSign, int kWidth>
+__device__ inline void bytes_to_float(const Pack<kWidth>& pack, float (&value)[kWidth]) {
+  static_assert(kWidth % 4 == 0);
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    const uint32_t bytes = pack.word[k / 4] ^ (kSign ? 0x80808080u : 0u);
+    const uint32_t bits = __byte_perm(bytes, 0x4b000000u, 0x7440u | k % 4);
+    value[k] = bits_float(bits) - (kSign ? 0x800080p0f : 0x800000p0f);
+  }
+}
+
+// The lower bytes of `bits`.
+template <int kWidth>
+__device__ inline Pack<kWidth> lower_bytes(const uint32_t (&bits)[kWidth]) {
+  static_assert(kWidth % 4 == 0);
+  Pack<kWidth> pack;
+#pragma unroll
+  for (int k = 0; k < kWidth; k += 4) {
+    pack.word[k / 4] = __byte_perm(__byte_perm(bits[k], bits[k + 1], 0x0040u),
+                                   __byte_perm(bits[k + 2], bits[k + 3], 0x0040u), 0x5410u);
+  }
+  return pack;
+}
+
 // Two values that are not NaN, as float_to_bfloat16() rounds them, the first in the lower half.
 __device__ inline uint32_t numbers_to_bfloat16(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

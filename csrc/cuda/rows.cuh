@@ -300,29 +300,32 @@ struct RowPass {
     }
   }
 
-  // The sums over the row, for all of its threads.
+  // The sums over the row, for all of its threads. In a group, halves of threads are added first,
+  // then halves of a pack. A thread gives half of its values away at each step and adds the others,
+  // of which one is left in the end.
   __device__ void sum_groups(float (&value)[kPack][Op::kSums], float (&sums)[Op::kSums]) {
-    for (int offset = kGroupThreads / 2; offset > 0; offset /= 2) {
-#pragma unroll
-      for (int k = 0; k < kPack; ++k) {
-#pragma unroll
-        for (int i = 0; i < Op::kSums; ++i)
-          value[k][i] += __shfl_down_sync(kWholeWarp, value[k][i], offset);
-      }
-    }
+    static_assert(kGroupThreads == 2 * kPack, "the last two threads add the same value");
     __shared__ float of_groups[kRowGroups][Op::kSums];
     const int block_group = threadIdx.x / kGroupThreads;
 #pragma unroll
     for (int i = 0; i < Op::kSums; ++i) {
-      float lanes[kPack];
+      float kept[kPack];
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) lanes[k] = value[k][i];
+      for (int k = 0; k < kPack; ++k) kept[k] = value[k][i];
 #pragma unroll
-      for (int offset = kPack / 2; offset > 0; offset /= 2) {
+      for (int half = kPack / 2; half > 0; half /= 2) {
+        const bool upper = thread & 2 * half;
 #pragma unroll
-        for (int k = 0; k < offset; ++k) lanes[k] += lanes[k + offset];
+        for (int k = 0; k < half; ++k) {
+          const float given = upper ? kept[k] : kept[k + half];
+          kept[k] =
+              (upper ? kept[k + half] : kept[k]) + __shfl_xor_sync(kWholeWarp, given, 2 * half);
+        }
       }
-      sums[i] = __shfl_sync(kWholeWarp, lanes[0], threadIdx.x % 32 / kGroupThreads * kGroupThreads);
+      sums[i] = kept[0] + __shfl_xor_sync(kWholeWarp, kept[0], 1);
+#pragma unroll
+      for (int half = kPack / 2; half > 0; half /= 2)
+        sums[i] += __shfl_xor_sync(kWholeWarp, sums[i], 2 * half);
     }
     if (groups == 1) return;
     __syncthreads();

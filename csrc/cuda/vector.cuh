@@ -43,14 +43,14 @@ struct Vector {
   }
 AMPFUSE_LANEWISE(fma)
 AMPFUSE_LANEWISE(max_nan)
+AMPFUSE_LANEWISE(min_number)
+AMPFUSE_LANEWISE(saturate)
 AMPFUSE_LANEWISE(select_equal)
 AMPFUSE_LANEWISE(bits_of)
 AMPFUSE_LANEWISE(from_bits)
 AMPFUSE_LANEWISE(to_float)
 AMPFUSE_LANEWISE(max_signed)
-AMPFUSE_LANEWISE(min_signed)
 AMPFUSE_LANEWISE(blend)
-AMPFUSE_LANEWISE(clear_without)
 AMPFUSE_LANEWISE(select_less)
 #undef AMPFUSE_LANEWISE
 
@@ -114,9 +114,9 @@ HD bool magnitudes_within(const Vector<float, kWidth>& a) {
   return all;
 }
 
-// Division and square root by the instructions that nvcc generates for them. nvcc branches at every
-// element, to a slow path that is right for all values; here it is one branch for all lanes. In the
-// ranges checked for, no step over- or underflows, and nvcc's own check lets them pass.
+// Division by the instructions that nvcc generates for it. nvcc branches at every element, to a
+// slow path that is right for all values; here it is one branch for all lanes. In the ranges
+// checked for, no step over- or underflows, and nvcc's own check lets them pass.
 template <int kWidth>
 HD Vector<float, kWidth> quotient_of_usual(const Vector<float, kWidth>& a,
                                            const Vector<float, kWidth>& b) {
@@ -140,23 +140,30 @@ HD Vector<float, kWidth> operator/(const Vector<float, kWidth>& a, const Vector<
   }
   return a.of([&](int k) { return a.lane[k] / b.lane[k]; });
 }
+// The same for the root and the reciprocal of an update. A zero has its own way through the root,
+// which 2^-126, lost beside other values, opens: an embedding's rows without a gradient are zeros.
 template <int kWidth>
-HD Vector<float, kWidth> sqrt(const Vector<float, kWidth>& a) {
+HD Vector<float, kWidth> reciprocal_of_root(const Vector<float, kWidth>& v, float eps) {
 #if defined(__CUDA_ARCH__)
-  bool usual = true;
+  constexpr uint32_t kLeast = 0x0d000000u;  // 2^-101
+  uint32_t most = 0, least = ~0u;           // `least`: of the bits less one, so that zero passes
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k)  // from 2^-101 on, and finite
-    usual = usual & (float_bits(a.lane[k]) - 0x0d000000u < kInfinityBits - 0x0d000000u);
-  if (usual) {
-    return a.of([&](int k) {
+  for (int k = 0; k < kWidth; ++k) {
+    most = max(most, float_bits(v.lane[k]));
+    least = min(least, float_bits(v.lane[k]) - 1);
+  }
+  if (most < kInfinityBits && least >= kLeast - 1 && eps >= 0x1p-126f && eps <= 0x1p100f) {
+    return v.of([&](int k) {
       float inverse;
-      asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a.lane[k]));
-      const float near = a.lane[k] * inverse;
-      return fma(fma(-near, near, a.lane[k]), inverse * 0.5f, near);
+      asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(v.lane[k] + 0x1p-126f));
+      const float near = v.lane[k] * inverse;
+      const float under = fma(fma(-near, near, v.lane[k]), inverse * 0.5f, near) + eps;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(under));
+      return fma(fma(-under, inverse, 1.0f), inverse, inverse);
     });
   }
 #endif
-  return a.of([&](int k) { return sqrt(a.lane[k]); });
+  return v.of([&](int k) { return 1.0f / (sqrt(v.lane[k]) + eps); });
 }
 
 }  // namespace ampfuse

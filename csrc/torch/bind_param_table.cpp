@@ -189,15 +189,15 @@ back without it, with `unscales_half` the others too. Nothing has changed when t
       .def("new_meter", &StepPlan::new_meter, py::arg("changed"),
            "Buffers for `update` to meter into; `changed`: with bits of the changed weights.")
       .def("update", &StepPlan::update, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
-           py::arg("inspect"), py::arg("skip_nonfinite"), py::arg("meter") = py::none(),
-           py::arg("between") = py::none(),
+           py::arg("inspect"), py::arg("skip_nonfinite"), py::arg("skip_spikes") = 0.0,
+           py::arg("meter") = py::none(), py::arg("between") = py::none(),
            R"(The step over what `collect` found: decide, and unless that says skip, update.
 
 `between` is called with the rows whose steps have two stages, between these, and works on their
 scratch memory: nothing has changed if it raises. What it returns is called for the end, after other
 rows are updated. Neither is called where the CPU skips; True then.)")
       .def("decide", &StepPlan::decide, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
-           py::arg("inspect"), py::arg("skip_nonfinite"),
+           py::arg("inspect"), py::arg("skip_nonfinite"), py::arg("skip_spikes") = 0.0,
            "Decide without an update, for an optimizer that steps by itself.")
       .def_readonly("knew_norm", &StepPlan::knew_norm,
                     "Whether the last decision knew the norm of its gradients.")

@@ -25,6 +25,7 @@ at::Tensor Inspector::state_field(const std::string& name) const {
   struct Field {
     size_t offset;
     at::ScalarType dtype;
+    size_t size = 0;  // that of one element if 0
   };
   static const std::map<std::string, Field> fields = {
       {"sum_squares", {offsetof(StepState, sum_squares), at::kDouble}},
@@ -38,13 +39,13 @@ at::Tensor Inspector::state_field(const std::string& name) const {
       {"bad_bits", {offsetof(StepState, bad_bits), at::kInt}},
       {"last_bad_row", {offsetof(StepState, last_bad_row), at::kInt}},
       {"last_bad_bits", {offsetof(StepState, last_bad_bits), at::kInt}},
-      {"skipped_steps", {offsetof(StepState, skipped_steps), at::kInt}},
+      {"history", {offsetof(StepState, history), at::kDouble, sizeof(StepHistory)}},
   };
   const auto field = fields.find(name);
   TORCH_CHECK_VALUE(field != fields.end(), "StepState has no field '", name, "'");
-  const int64_t size = int64_t(at::elementSize(field->second.dtype));
-  const int64_t offset = int64_t(field->second.offset);
-  return state_.slice(0, offset, offset + size).view(field->second.dtype).squeeze(0);
+  const auto& [offset, dtype, size] = field->second;
+  const int64_t begin = int64_t(offset), end = begin + int64_t(size ? size : elementSize(dtype));
+  return state_.slice(0, begin, end).view(dtype).squeeze(0);
 }
 
 bool Inspector::needs_row_norms() const {

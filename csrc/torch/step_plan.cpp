@@ -86,10 +86,10 @@ void StepPlan::measure() {
 }
 
 void StepPlan::decide(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
-                      bool skip_nonfinite) {
+                      bool skip_nonfinite, double skip_spikes) {
   check_collected();
-  const bool inspects =
-      (max_norm > 0 || inspector_.needs_row_norms() || (inspect && !unchanged_)) && !is_measured();
+  const bool needs_norm = max_norm > 0 || skip_spikes > 0 || inspector_.needs_row_norms();
+  const bool inspects = (needs_norm || (inspect && !unchanged_)) && !is_measured();
   Preparation preparation;
   preparation.state = inspector_.state();
   StepDecision& decision = preparation.decision;
@@ -97,8 +97,9 @@ void StepPlan::decide(const std::optional<at::Tensor>& found_inf, double max_nor
   decision.found_inf = float_pointer(found_inf, "found_inf", table_.device);
   decision.max_norm = max_norm;
   decision.norm_known = knew_norm = inspects || (inspector_.knows_norm && unchanged_);
-  TORCH_INTERNAL_ASSERT(decision.norm_known || !(max_norm > 0));
+  TORCH_INTERNAL_ASSERT(decision.norm_known || !needs_norm);
   decision.skip_nonfinite = skip_nonfinite;
+  decision.skip_spikes = skip_spikes;
   RowColumns& columns = preparation.columns;
   columns.steps = table_.steps().data_ptr<float>();
   if (inspector_.needs_row_norms()) {
@@ -150,7 +151,8 @@ Meter StepPlan::meter_of(const std::vector<at::Tensor>& buffers) {
 }
 
 bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
-                      bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter,
+                      bool skip_nonfinite, double skip_spikes,
+                      const std::optional<std::vector<at::Tensor>>& meter,
                       const std::optional<Between>& between) {
   if (table_.rows().empty()) return false;
   check_collected();
@@ -163,7 +165,7 @@ bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
     counts = table_.steps().clone();
   }
   const bool known = inspector_.knows_norm;
-  decide(found_inf, max_norm, inspect, skip_nonfinite);
+  decide(found_inf, max_norm, inspect, skip_nonfinite, skip_spikes);
   bool skipped = false;
   {
     Table& rows = table_.core();

@@ -30,14 +30,15 @@ class StepPlan {
                                               pybind11::handle states);
   void measure();
   void decide(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
-              bool skip_nonfinite);
+              bool skip_nonfinite, double skip_spikes);
   // Counts, zeros, int32 [rows, kMeterCounts]; norms, zeros, float32 [2, rows]; and, if asked for,
   // bits of changed weights, uint8 [chunks, kChunk / 8], which are valid in rows that are stepped.
   // See core/meter.h.
   std::vector<at::Tensor> new_meter(bool changed);
   // Returns true if the host knows that the step was skipped, which it does on a CPU.
   bool update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
-              bool skip_nonfinite, const std::optional<std::vector<at::Tensor>>& meter,
+              bool skip_nonfinite, double skip_spikes,
+              const std::optional<std::vector<at::Tensor>>& meter,
               const std::optional<Between>& between);
   void finish_step();
   void mark_stepped();

@@ -190,11 +190,18 @@ class StepPlan:
         max_norm: float,
         inspect: bool,
         skip_nonfinite: bool,
+        skip_spikes: float = 0.0,
         meter: Sequence[Tensor] | None = None,
         between: Callable[[list[int]], Callable[[], None]] | None = None,
     ) -> bool: ...
     def decide(
-        self, *, found_inf: Tensor | None, max_norm: float, inspect: bool, skip_nonfinite: bool
+        self,
+        *,
+        found_inf: Tensor | None,
+        max_norm: float,
+        inspect: bool,
+        skip_nonfinite: bool,
+        skip_spikes: float = 0.0,
     ) -> None: ...
     @property
     def knew_norm(self) -> bool: ...

@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from ampfuse import _C as C
 
-_BUILD = "pip install --no-cache-dir --force-reinstall --no-deps --no-binary ampfuse"
+COMPILE = "pip install --no-cache-dir --force-reinstall --no-deps <ampfuse's source folder>"
 
 
 def release_of(version: str) -> str:
@@ -33,8 +33,7 @@ def check_torch(built_for: Sequence[str], running: str) -> None:
     if release_of(running) not in releases:
         raise ImportError(
             f"this ampfuse was compiled for torch {', '.join(releases)}, but torch {running} is "
-            f"installed. Install one of these, or compile ampfuse for this torch: {_BUILD} "
-            "ampfuse, or the source folder in place of the last word"
+            f"installed. Install one of these, or compile ampfuse for this torch: {COMPILE}"
         )
 
 
@@ -50,7 +49,7 @@ def driver_problem(built: int, driver: int) -> str | None:
         f"ampfuse's CUDA kernels were compiled with CUDA {built // 1000}, but this GPU's driver "
         f"is for CUDA {driver // 1000}.{driver % 1000 // 10}: optimizers on the GPU will fail. "
         "Update the driver (CUDA 13: 580 or later), or compile ampfuse with an older nvcc: "
-        f"CUDACXX=<nvcc> {_BUILD} ampfuse"
+        f"CUDACXX=<nvcc> {COMPILE}"
     )
 
 
@@ -71,8 +70,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"ampfuse's compiled extension {_name} failed to load ({error}). "
-        f"It was built as: {build_info.BUILD_INFO}. Compile it again: {_BUILD} ampfuse, or the "
-        "source folder in place of the last word"
+        f"It was built as: {build_info.BUILD_INFO}. Compile it again: {COMPILE}"
     ) from error
 
 if torch.version.cuda is not None and (_problem := driver_problem(*C.cuda_versions())):
@@ -80,4 +78,12 @@ if torch.version.cuda is not None and (_problem := driver_problem(*C.cuda_versio
 
 EXTENSION = C  # itself, also where tests have put another in its place
 
-__all__ = ["EXTENSION", "C", "build_info", "check_torch", "driver_problem", "release_of"]
+__all__ = [
+    "COMPILE",
+    "EXTENSION",
+    "C",
+    "build_info",
+    "check_torch",
+    "driver_problem",
+    "release_of",
+]

@@ -1,9 +1,10 @@
-"""The CPU of this machine and its cores, without torch."""
+"""The CPU of this machine, its cores and its NVIDIA driver, without torch."""
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Callable
 
 # AMD's generation by family and model: in a virtual machine the name is always "AMD EPYC".
@@ -37,6 +38,16 @@ def core_count() -> int:
 def cpu_has_bf16() -> bool:
     """Whether the CPU has BF16 products (AMX, AVX512-BF16, ARM's BF16)."""
     return not cpu_flags().isdisjoint(("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def nvidia_driver() -> str | None:
+    """The driver's version, as ``"580.82.07"``; None if there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split("\n")[0].strip() or None if done.returncode == 0 else None
 
 
 def _cpuinfo() -> dict[str, str]:

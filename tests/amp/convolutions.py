@@ -2,14 +2,9 @@
 
 import contextlib
 
-import pytest
 import torch
 
-from ampfuse import cpu_half_ops, hardware
-
-NEEDS_BF16 = pytest.mark.skipif(
-    not hardware.cpu_has_bf16(), reason="BF16 is computed in FP32 on this CPU"
-)
+from ampfuse import cpu_half_ops
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampfuse import cpu_half_ops
+import bits
+from ampfuse import _core, cpu_half_ops
+from cases import NEEDS_BF16
 from conftest import compilers
-from convolutions import NEEDS_BF16, assert_torchs_own
+from convolutions import assert_torchs_own
 from programs import python
 
 HALF = torch.bfloat16
@@ -110,36 +112,29 @@ def assert_right(case):
             assert error.mean() <= 1.25 * torchs_error.mean() + 0.02 * unit.mean() + 2e-6, name
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 197, 256, 257, 331, 513])
-def test_tokens(tokens, is_causal):
-    assert_right(Case(tokens, is_causal=is_causal))
+TOKENS = [1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 197, 256, 257, 331, 513]
+TOKENS += [(1, 200), (200, 1), (70, 330), (330, 70), (64, 65)]  # queries and keys
+CASES = {
+    **{
+        f"{n} tokens{', causal' * is_causal}": (n, {"is_causal": is_causal})
+        for n in TOKENS
+        for is_causal in (False, True)
+    },
+    **{
+        f"{n} wide": (70, {"width": n, "is_causal": True})
+        for n in (2, 4, 30, 32, 64, 66, 80, 96, 128, 160, 256)
+    },
+    **{layout.__name__: (100, {"layout": layout}) for layout in LAYOUTS},
+    **{f"times {scale}": (100, {"scale": scale}) for scale in (0.0, 1.0, -0.5)},
+    # Where all but one probability of a row is next to nothing.
+    "large scores": (150, {"spread": 60.0}),
+}
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 200), (200, 1), (70, 330), (330, 70), (64, 65)])
-def test_more_keys_or_more_queries(queries, keys, is_causal):
-    assert_right(Case(queries, keys, is_causal=is_causal))
-
-
-@pytest.mark.parametrize("width", [2, 4, 30, 32, 64, 66, 80, 96, 128, 160, 256])
-def test_widths(width):
-    assert_right(Case(70, width=width, is_causal=True))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_layouts(layout):
-    assert_right(Case(100, layout=layout))
-
-
-@pytest.mark.parametrize("scale", [0.0, 1.0, -0.5])
-def test_scales(scale):
-    assert_right(Case(100, scale=scale))
-
-
-def test_large_scores():
-    """Where all but one probability of a row is next to nothing."""
-    assert_right(Case(150, spread=60.0))
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name):
+    tokens, options = CASES[name]
+    assert_right(Case(*(tokens if isinstance(tokens, tuple) else [tokens]), **options))
 
 
 @given(
@@ -163,20 +158,29 @@ def test_what_is_not_finite_stays_visible(where, value):
             assert torch.equal(ours.isfinite().all(-1), rows), name
 
 
-def mask(case):
-    return torch.zeros(case.q.shape[2], case.k.shape[2], dtype=HALF)
+def masked(dtype):
+    case, mask = Case(70), torch.zeros(70, 70, dtype=dtype)
+    return lambda: FORWARD(case.q, case.k, case.v, 0.0, False, attn_mask=mask)
 
 
-@pytest.mark.parametrize("dtype", [HALF, torch.float32])
-def test_masks_are_torchs(dtype):
+def of_type(dtype):
     case = Case(70)
-    mask = torch.zeros(70, 70, dtype=dtype)
-    assert_torchs_own(lambda: FORWARD(case.q, case.k, case.v, 0.0, False, attn_mask=mask))
+    case.q, case.k, case.v, case.dy = (x.to(dtype) for x in (case.q, case.k, case.v, case.dy))
+    return case.results
 
 
-@pytest.mark.parametrize("width", [63, 258])
-def test_odd_and_large_widths_are_torchs(width):
-    assert_torchs_own(Case(70, width=width).results)
+LEFT = {
+    **{f"{dtype} mask": (masked, dtype) for dtype in (HALF, torch.float32)},
+    **{str(dtype): (of_type, dtype) for dtype in (torch.float32, torch.float16, torch.float64)},
+    # Odd and large ones.
+    **{f"{n} wide": (lambda n: Case(70, width=n).results, n) for n in (63, 258)},
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_to_torch(name):
+    make, argument = LEFT[name]
+    assert_torchs_own(make(argument))
 
 
 def test_fewer_heads_than_threads_are_torchs():
@@ -186,13 +190,6 @@ def test_fewer_heads_than_threads_are_torchs():
         assert_torchs_own(Case(70, batch=1, heads=1).results)
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_other_types_are_torchs(dtype):
-    case = Case(70)
-    case.q, case.k, case.v, case.dy = (x.to(dtype) for x in (case.q, case.k, case.v, case.dy))
-    assert_torchs_own(case.results)
 
 
 def test_without_onednn_it_is_torchs():
@@ -240,7 +237,10 @@ print(hashlib.sha256(data).hexdigest())
 """
 
 
+VECTORS = bits.ISAS[_core.C.cpu_isa()][1:]  # all but plain C++
+
+
 def test_same_bits_by_every_instruction_set():
-    hashes = {python("-c", HASH, AMPFUSE_CPU_ISA=isa).stdout for isa in ("avx2", "avx512")}
+    hashes = {python("-c", HASH, AMPFUSE_CPU_ISA=isa).stdout for isa in VECTORS}
     assert len(hashes) == 1
     assert hashes != {""}

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampfuse
-from ampfuse import half_ops
 from ampfuse._core import EXTENSION as _C
-from cases import LEVELS
 from convolutions import Case, assert_torchs_own, eighths
 from programs import python
 
@@ -268,37 +266,6 @@ def test_traced_code_is_the_same():
     with_ours = make_fx(model)(x).code
     with ampfuse.cpu_half_ops(False):
         assert make_fx(model)(x).code == with_ours
-
-
-@pytest.mark.parametrize("by_name", [None, True, False])
-@pytest.mark.parametrize("level", LEVELS)
-def test_initialize_installs_them_for_half_types_unless_refused_by_name(level, by_name):
-    half_ops.forget()
-    if by_name is not None:
-        ampfuse.cpu_half_ops(by_name)
-    model = torch.nn.Linear(2, 2)
-    ampfuse.amp.initialize(model, opt_level=level, verbosity=0)
-    assert _C.half_ops() == (level != "O0" if by_name is None else by_name)
-
-
-def test_models_elsewhere_leave_the_cpu_alone():
-    half_ops.forget()
-    ampfuse.amp.initialize(torch.nn.Linear(2, 2, device="meta"), opt_level="O2", verbosity=0)
-    assert not _C.half_ops()
-
-
-def test_a_block_puts_back_what_was_before():
-    half_ops.forget()
-    with ampfuse.cpu_half_ops():
-        assert _C.half_ops()
-        with ampfuse.cpu_half_ops(False):
-            assert not _C.half_ops()
-        assert _C.half_ops()
-    assert not _C.half_ops()
-    ampfuse.amp.initialize(torch.nn.Linear(2, 2), opt_level="O2", verbosity=0)
-    assert _C.half_ops()  # after the blocks nothing was said by name
-    ampfuse.amp.restore_torch()
-    assert not _C.half_ops()
 
 
 def test_threads_compute_meanwhile():

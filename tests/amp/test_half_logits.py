@@ -1,4 +1,4 @@
-"""However a model at O2 or O5 and its loss are run, half logits get no FP32 copy on the way.
+"""However a model and its loss are written and run, half logits get no FP32 copy on the way.
 
 What is allocated is the profiler's word, which sees into compiled code and backward passes. Loss
 and gradients are compared with float64, and have to come as near as with FP32 outputs.
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy as imported_by_name
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -26,9 +27,14 @@ CLASSES, BATCH, WORDS = 512, 4, 17
 LOGITS = BATCH * WORDS * CLASSES
 X = torch.linspace(-1, 1, BATCH * WORDS * 6).sin().view(BATCH, WORDS, 6)
 TARGET = (torch.arange(BATCH * WORDS) * 7919 % CLASSES).view(BATCH, WORDS)
+FLAT = TARGET.view(-1)
 FP32 = torch.ones(1)
+IGNORED = int(FLAT[1])
 MASK = TARGET % 3 > 0
 PICKED = MASK.view(-1).nonzero()[:, 0]
+# Columns, which are not contiguous.
+COLUMN = torch.stack([FLAT, FLAT], 1)[:, 0]
+WEIGHTS = torch.linspace(0, 1, 2 * CLASSES).view(CLASSES, 2)[:, 0]
 
 
 class Net(nn.Module):
@@ -56,35 +62,27 @@ def rows_of(y):
     return y.view(-1, CLASSES)
 
 
-def by_parts(y):
-    return F.nll_loss(F.log_softmax(rows_of(y), -1), TARGET.view(-1))
-
-
 def ce(y, target=TARGET, **options):
     return F.cross_entropy(y.flatten(0, -2), target.flatten(), **options)
+
+
+def nll(y, *args, **options):
+    return F.nll_loss(F.log_softmax(rows_of(y), -1), *(args or (FLAT,)), **options)
 
 
 def shifted(cut):
     return lambda y: ce(cut(y[:, :-1]), TARGET[:, 1:])
 
 
-LOSS_OF_TRANSFORMERS = None
+def after(look, mode=torch.no_grad):
+    """The loss after a look at the logits that leaves no FP32 copy of them."""
 
+    def loss(y):
+        with mode():
+            look(y)
+        return ce(y)
 
-def of_transformers(y):
-    return LOSS_OF_TRANSFORMERS(y, TARGET, CLASSES)
-
-
-def import_transformers():
-    """Outside of what is compiled."""
-    loss_utils = pytest.importorskip("transformers.loss.loss_utils")
-    globals()["LOSS_OF_TRANSFORMERS"] = loss_utils.ForCausalLMLoss
-
-
-def looked_at(y):
-    with torch.no_grad():
-        (y.argmax(-1) == TARGET).sum()
-    return ce(y)
+    return loss
 
 
 LOSSES = {
@@ -108,25 +106,54 @@ LOSSES = {
     "sum": lambda y: ce(y, reduction="sum") / 64,
     "smoothing": lambda y: ce(y, label_smoothing=0.1),
     "weights": lambda y: ce(y, weight=torch.linspace(0, 1, CLASSES, dtype=y.dtype)),
-    "module": lambda y: nn.CrossEntropyLoss()(rows_of(y), TARGET.view(-1)),
-    "log_softmax": by_parts,
-    "modules": lambda y: nn.NLLLoss()(nn.LogSoftmax(-1)(rows_of(y)), TARGET.view(-1)),
-    "transformers": of_transformers,
-    "picked": lambda y: ce(rows_of(y)[PICKED], TARGET.view(-1)[PICKED]),
+    "module": lambda y: nn.CrossEntropyLoss()(rows_of(y), FLAT),
+    "log_softmax": nll,
+    "modules": lambda y: nn.NLLLoss()(nn.LogSoftmax(-1)(rows_of(y)), FLAT),
+    "transformers": None,  # see loss_named()
+    "picked": lambda y: ce(rows_of(y)[PICKED], FLAT[PICKED]),
     "masked": lambda y: ce(y[MASK], TARGET[MASK]),
-    "after a look": looked_at,
+    "after a look": after(lambda y: (y.argmax(-1) == TARGET).sum()),
 }
+# These are run without a compiler alone.
+EAGER = {
+    "to device": lambda y: ce(y.to(dtype=f32, device="cpu")),
+    "type name": lambda y: ce(y.type("torch.FloatTensor")),
+    "clone": lambda y: ce(y.clone()),
+    "cat": lambda y: ce(torch.cat([y])),
+    "split": lambda y: ce(y.split(BATCH)[0]),
+    "transposed twice": lambda y: ce(rows_of(y).t().t().contiguous(), FLAT),
+    "unsqueezed in place": lambda y: ce(y.unsqueeze_(0).squeeze_(0)),
+    "by name": lambda y: imported_by_name(rows_of(y), FLAT),
+    "columns": lambda y: F.cross_entropy(rows_of(y), COLUMN, WEIGHTS.to(y.dtype)),
+    "each": lambda y: ce(y, reduction="none", ignore_index=IGNORED).sum() / 64,
+    "log_softmax, columns": lambda y: nll(y, COLUMN, WEIGHTS.to(y.dtype)),
+    "log_softmax, sum": lambda y: nll(y, reduction="sum") / 64,
+    "log_softmax, each": lambda y: nll(y, ignore_index=IGNORED, reduction="none").sum() / 64,
+    "log_softmax, some": lambda y: nll(y, FLAT, WEIGHTS.to(y.dtype), ignore_index=IGNORED),
+    **{
+        f"after {name} in {mode.__name__}": after(look, mode)
+        for mode in (torch.no_grad, torch.inference_mode)
+        for name, look in {
+            "top 5": lambda y: y.topk(5, dim=-1)[1],
+            "the largest": lambda y: y.max(-1).values.sum().item(),
+            "a search for NaN": lambda y: torch.isnan(y).any(),
+        }.items()
+    },
+}
+
+
+def loss_named(name):
+    if name == "transformers":  # imported here, outside of what is compiled
+        loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+        return lambda y: loss_utils.ForCausalLMLoss(y, TARGET, CLASSES)
+    return (LOSSES | EAGER)[name]
+
 
 # --- how the two are run --------------------------------------------------------------------------
 
 
 def aot(function, **options):
     return torch.compile(function, backend="aot_eager", **options)
-
-
-def in_place(model, loss_of):
-    model.compile(backend="aot_eager")
-    return model, loss_of
 
 
 def part_compiled(model, loss_of):
@@ -181,7 +208,7 @@ RUNS = {
     "compiled model": lambda m, loss: (aot(m), loss),
     "fullgraph": lambda m, loss: (aot(m, fullgraph=True), loss),
     "dynamic": lambda m, loss: (aot(m, dynamic=True), loss),
-    "compiled in place": in_place,
+    "compiled in place": lambda m, loss: (m.compile(backend="aot_eager") or m, loss),
     "parts": part_compiled,
     "compiled loss": lambda m, loss: (m, aot(loss, fullgraph=True)),
     "dynamic loss": lambda m, loss: (m, aot(loss, dynamic=True)),
@@ -193,11 +220,7 @@ RUNS = {
 }
 # The mask ends the graph that has called the model, whose output leaves it in FP32.
 LEAVE_A_GRAPH = {("one graph, dynamic", "masked"), ("broken graph", "masked")}
-NETS = {
-    "eager": Net,
-    "checkpoint": checkpointed(False),
-    "reentrant checkpoint": checkpointed(True),
-}
+NETS = {"checkpoint": checkpointed(False), "reentrant checkpoint": checkpointed(True)}
 INDUCTOR = {
     "model": lambda m, loss: (torch.compile(m), loss),
     "loss": lambda m, loss: (m, torch.compile(loss)),
@@ -222,10 +245,6 @@ def allocations(call):
     ]
 
 
-def whole(gradient):
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
 def step(model, run, loss_of):
     """The loss, the gradients by name, and the largest tensor of a step that is not the first."""
     found = []
@@ -238,36 +257,34 @@ def step(model, run, loss_of):
     for _ in range(2):
         model.zero_grad()
         sizes = allocations(once)
-    names = [name.replace("_orig_mod.", "") for name, _ in model.named_parameters()]
-    gradients = [whole(p.grad).double() for p in model.parameters()]
-    return found[0], dict(zip(names, gradients, strict=True)), max(sizes)
+    gradients = {
+        name.replace("_orig_mod.", ""): p.grad.full_tensor()
+        if isinstance(p.grad, DTensor)
+        else p.grad
+        for name, p in model.named_parameters()
+    }
+    return found[0], gradients, max(sizes)
 
 
 @functools.cache
 def references(level, loss):
     """Loss and gradients in float64, and the errors of a model with FP32 outputs."""
+    loss_of = loss_named(loss)
     model = initialized(level, cast_model_outputs=f32)
     exact = Net().double()
     exact.load_state_dict({name: p.double() for name, p in model.state_dict().items()})
-    expected = step(exact, lambda x: exact(x.double()), exact_of(LOSSES[loss]))[:2]
-    return expected, errors(step(model, model, LOSSES[loss]), expected)
+    expected = step(exact, lambda x: exact(x.double()), exact_of(loss_of))[:2]
+    return expected, errors(step(model, model, loss_of), expected)
 
 
 def exact_of(loss_of):
     """The same loss without casts to float32."""
 
     class Float64(torch.Tensor):
-        def float(self):
+        def float(self, *_, **__):
             return self
 
-        def to(self, *_, **__):
-            return self
-
-        def type(self, *_):
-            return self
-
-        def type_as(self, _):
-            return self
+        to = type = type_as = float
 
     return lambda y: loss_of(y.as_subclass(Float64)).as_subclass(torch.Tensor)
 
@@ -276,7 +293,7 @@ def errors(found, expected):
     loss, gradients = found[:2]
     apart = {"loss": ((loss.double() - expected[0]).abs() / expected[0].abs()).item()}
     for name, exact in expected[1].items():
-        apart[name] = ((gradients[name] - exact).norm() / exact.norm()).item()
+        apart[name] = ((gradients[name].double() - exact).norm() / exact.norm()).item()
     return apart
 
 
@@ -289,16 +306,21 @@ def check(level, loss, model, run, loss_of):
     assert found[2] < 4 * least, f"{found[2]} bytes in one tensor, for half logits of {2 * LOGITS}"
 
 
+# Where autocast is compiled, outputs leave the graph in FP32.
+COMBINATIONS = [
+    *((level, run, loss) for level in ("O2", "O5") for run in RUNS for loss in LOSSES),
+    *((level, "eager", loss) for level in ("O1", "O3", "O4") for loss in LOSSES),
+    *((level, "eager", loss) for level in ("O1", "O2", "O3", "O4", "O5") for loss in EAGER),
+]
+
+
 @pytest.mark.covers(1)
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("level", "run", "loss"), COMBINATIONS)
 def test_no_fp32_tensor_is_as_large_as_the_logits(level, run, loss):
     torch._dynamo.reset()
-    if loss == "transformers":
-        import_transformers()
     model = initialized(level)
-    run_and_loss = RUNS[run](model, LOSSES[loss])
+    loss_of = loss_named(loss)
+    run_and_loss = RUNS[run](model, loss_of)
     if (run, loss) in LEAVE_A_GRAPH:
         with pytest.raises(AssertionError, match="bytes in one tensor"):
             check(level, loss, model, *run_and_loss)
@@ -311,6 +333,16 @@ def test_no_fp32_tensor_is_as_large_as_the_logits(level, run, loss):
 def test_checkpointed_parts(level, net):
     model = initialized(level, NETS[net])
     check(level, "flatten", model, model, ce)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("run", INDUCTOR)
+@pytest.mark.parametrize("loss", ["flatten", "shifted, float", "log_softmax"])
+def test_inductor(level, run, loss):
+    torch._dynamo.reset()
+    model = initialized(level)
+    check(level, loss, model, *INDUCTOR[run](model, LOSSES[loss]))
 
 
 # --- two processes --------------------------------------------------------------------------------
@@ -367,16 +399,6 @@ def each_rank():
             except Exception as error:
                 raise AssertionError(f"{level}, {name}, {loss}") from error
     dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("run", INDUCTOR)
-@pytest.mark.parametrize("loss", ["flatten", "shifted, float", "log_softmax"])
-def test_inductor(level, run, loss):
-    torch._dynamo.reset()
-    model = initialized(level)
-    check(level, loss, model, *INDUCTOR[run](model, LOSSES[loss]))
 
 
 if __name__ == "__main__":

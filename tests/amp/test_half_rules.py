@@ -57,17 +57,27 @@ def images(x, dims):
     return x.reshape(1, 1, *{1: (16,), 2: (4, 4), 3: (4, 2, 2)}[dims])
 
 
+def resized(mode, dims, **options):
+    return lambda x: F.interpolate(images(x, dims), 8, mode=mode, **options)
+
+
 UNSET = [1], [0], [1]
 # Calls by the names of torch's operators, of a half tensor of 4 x 4 in (0, 1), with FP32 weights
 # where there are any. These are the lists of autocast on a GPU.
 HALF = {
-    "conv1d": lambda x: F.conv1d(images(x, 1), some(1, 1, 2)),
-    "conv2d": lambda x: F.conv2d(images(x, 2), some(1, 1, 2, 2)),
-    "conv3d": lambda x: F.conv3d(images(x, 3), some(1, 1, 2, 2, 2)),
+    **{
+        f"conv{dims}d": lambda x, d=dims: getattr(F, f"conv{d}d")(
+            images(x, d), some(1, 1, *[2] * d)
+        )
+        for dims in (1, 2, 3)
+    },
+    **{
+        f"conv_transpose{dims}d.input": lambda x, d=dims: getattr(F, f"conv_transpose{d}d")(
+            images(x, d), some(1, 1, *[2] * d)
+        )
+        for dims in (1, 2, 3)
+    },
     "conv_tbc": lambda x: torch.conv_tbc(x[None], some(1, 4, 2), some(2)),
-    "conv_transpose1d": lambda x: F.conv_transpose1d(images(x, 1), some(1, 1, 2)),
-    "conv_transpose2d.input": lambda x: F.conv_transpose2d(images(x, 2), some(1, 1, 2, 2)),
-    "conv_transpose3d.input": lambda x: F.conv_transpose3d(images(x, 3), some(1, 1, 2, 2, 2)),
     "convolution": lambda x: aten.convolution(
         images(x, 1), some(1, 1, 2), None, *UNSET, False, [0], 1
     ),
@@ -106,9 +116,14 @@ HALF = {
 }
 UNARY = "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan"
 PAIRS = "cosine_similarity kl_div l1_loss smooth_l1_loss huber_loss mse_loss poisson_nll_loss"
+DIMENSION = "prod.dim_int softmax.int log_softmax.int cumprod cumsum sum.dim_IntList logsumexp"
 FLOAT = {
     **{name: getattr(torch, name) for name in UNARY.split()},
     **{name: partial(with_itself, getattr(F, name)) for name in PAIRS.split()},
+    **{
+        name: lambda x, name=name: getattr(torch, name.partition(".")[0])(x, 0)
+        for name in DIMENSION.split()
+    },
     "pow.Tensor_Scalar": lambda x: x**2,
     "pow.Tensor_Tensor": lambda x: x**x,
     "pow.Scalar": lambda x: 2**x,
@@ -136,34 +151,18 @@ FLOAT = {
     "pdist": F.pdist,
     "cdist": lambda x: torch.cdist(x, some(4, 4)),
     "renorm": lambda x: torch.renorm(x, 2, 0, 1.0),
-    "logsumexp": lambda x: torch.logsumexp(x, 0),
-    "upsample_nearest1d": lambda x: F.interpolate(images(x, 1), scale_factor=2),
-    "upsample_nearest2d": lambda x: F.interpolate(images(x, 2), scale_factor=2),
-    "upsample_nearest3d": lambda x: F.interpolate(images(x, 3), scale_factor=2),
-    "_upsample_nearest_exact1d": lambda x: F.interpolate(images(x, 1), 8, mode="nearest-exact"),
-    "_upsample_nearest_exact2d": lambda x: F.interpolate(images(x, 2), 8, mode="nearest-exact"),
-    "_upsample_nearest_exact3d": lambda x: F.interpolate(images(x, 3), 8, mode="nearest-exact"),
-    "upsample_linear1d": lambda x: F.interpolate(images(x, 1), 8, mode="linear"),
-    "upsample_bilinear2d": lambda x: F.interpolate(images(x, 2), 8, mode="bilinear"),
-    "_upsample_bilinear2d_aa": lambda x: F.interpolate(
-        images(x, 2), 8, mode="bilinear", antialias=True
-    ),
-    "upsample_trilinear3d": lambda x: F.interpolate(images(x, 3), 8, mode="trilinear"),
-    "upsample_bicubic2d": lambda x: F.interpolate(images(x, 2), 8, mode="bicubic"),
-    "_upsample_bicubic2d_aa": lambda x: F.interpolate(
-        images(x, 2), 8, mode="bicubic", antialias=True
-    ),
+    **{f"upsample_nearest{dims}d": resized("nearest", dims) for dims in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{dims}d": resized("nearest-exact", dims) for dims in (1, 2, 3)},
+    **{
+        f"upsample_{mode}{dims}d": resized(mode, dims)
+        for mode, dims in {"linear": 1, "bilinear": 2, "trilinear": 3, "bicubic": 2}.items()
+    },
+    **{f"_upsample_{m}2d_aa": resized(m, 2, antialias=True) for m in ("bilinear", "bicubic")},
     "prod": torch.prod,
-    "prod.dim_int": lambda x: torch.prod(x, 0),
-    "softmax.int": lambda x: F.softmax(x, 0),
-    "log_softmax.int": lambda x: F.log_softmax(x, 0),
-    "cumprod": lambda x: torch.cumprod(x, 0),
-    "cumsum": lambda x: torch.cumsum(x, 0),
     "linalg_vector_norm": torch.linalg.vector_norm,
     "linalg_matrix_norm": lambda x: torch.linalg.matrix_norm(x.float(), 2),  # refuses half
     "linalg_matrix_norm.str_ord": torch.linalg.matrix_norm,
     "sum": torch.sum,
-    "sum.dim_IntList": lambda x: torch.sum(x, 0),
     "norm.Scalar": lambda x: aten.norm.Scalar(x),
     "norm.ScalarOpt_dim": lambda x: aten.norm.ScalarOpt_dim(x, 2, [0]),
     "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long)),
@@ -213,12 +212,8 @@ class Runs(nn.Module):
             self.found[name] = out.dtype
             if out.requires_grad:
                 gradients = torch.autograd.grad(out.sum(), tensors, allow_unused=True)
-                types = [
-                    (g.dtype, t.dtype)
-                    for g, t in zip(gradients, tensors, strict=True)
-                    if g is not None
-                ]
-                assert all(g == t for g, t in types), name
+                for gradient, tensor in zip(gradients, tensors, strict=True):
+                    assert gradient is None or gradient.dtype == tensor.dtype, name
 
 
 def types_of(functions, level, *tensors):
@@ -227,8 +222,9 @@ def types_of(functions, level, *tensors):
     return model.found
 
 
-LOW = {"O1": f16, "O4": bf16}
-levels = pytest.mark.parametrize("level", LOW)
+LOW = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
+AUTOCAST = ("O1", "O4")
+levels = pytest.mark.parametrize("level", AUTOCAST)
 
 
 @pytest.mark.filterwarnings("ignore:.*(deprecated|batchmean)")
@@ -254,7 +250,7 @@ def test_mixed_tensors_meet_in_the_widest_type(x, y, level):
     assert found == dict.fromkeys(WIDEST, f32 if x or y else LOW[level])
 
 
-@levels
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_layers_compute_what_they_do_in_float32(kind, packed, level):
@@ -262,14 +258,16 @@ def test_recurrent_layers_compute_what_they_do_in_float32(kind, packed, level):
     if packed:
         x = nn.utils.rnn.pack_sequence([torch.randn(5, 3), torch.randn(2, 3)])
     for _ in range(2):
-        out = model(x)[0]
-        (out.data if packed else out).square().sum().backward()
-        found.append(
-            [(out.data if packed else out).detach(), *(p.grad for p in model.parameters())]
-        )
+        out, hidden = model(x)
+        out = out.data if packed else out
+        out.square().sum().backward()
+        found.append([out.detach(), *(p.grad for p in model.parameters())])
         model.zero_grad()
         amp.initialize(model, opt_level=level, verbosity=0)
-    assert all(tensor.dtype == f32 for tensor in found[1])
+    weights = LOW.get(level, f32) if level not in AUTOCAST else f32
+    assert [t.dtype for t in found[1]] == [f32] + [weights] * (len(found[1]) - 1)
+    assert level in AUTOCAST or {t.dtype for t in hidden} == {f32}
+    found = [[t.float() for t in each] for each in found]
     torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05)
 
 
@@ -322,16 +320,23 @@ def dispatch_tables():
 
 @pytest.mark.parametrize("by_name", [None, True, False])
 @pytest.mark.parametrize("level", LEVELS)
-def test_initialize_registers_them_at_o1_and_o4_unless_refused_by_name(level, by_name):
+def test_initialize_installs_rules_and_kernels_unless_refused_by_name(level, by_name):
+    """The rules at O1 and O4, the kernels at all levels with half types."""
     before = dispatch_tables()
     if by_name is not None:
         ampfuse.cpu_half_ops(by_name)
     amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
-    assert _C.autocast_rules() == (level in LOW if by_name is None else by_name)
-    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)  # the others stay in use
-    assert _C.autocast_rules() == (level in LOW if by_name is None else by_name)
+    assert _C.half_ops() == (level != "O0" if by_name is None else by_name)
+    assert _C.autocast_rules() == (level in AUTOCAST if by_name is None else by_name)
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)  # the rules stay in use
+    assert _C.autocast_rules() == (level in AUTOCAST if by_name is None else by_name)
     amp.restore_torch()
     assert dispatch_tables() == before
+
+
+def test_models_elsewhere_leave_the_cpu_alone():
+    amp.initialize(nn.Linear(2, 2, device="meta"), opt_level="O2", verbosity=0)
+    assert not _C.half_ops()
 
 
 def test_a_block_puts_back_what_was_before():
@@ -339,8 +344,14 @@ def test_a_block_puts_back_what_was_before():
         with torch.autocast("cpu", dtype=bf16):
             return F.softmax(some(4).bfloat16(), 0).dtype
 
+    with ampfuse.cpu_half_ops():
+        assert (softmax(), _C.half_ops()) == (f32, True)
+        with ampfuse.cpu_half_ops(False):
+            assert (softmax(), _C.half_ops()) == (bf16, False)
+        assert (softmax(), _C.half_ops()) == (f32, True)
+    assert (softmax(), _C.half_ops()) == (bf16, False)
     amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
-    assert softmax() == bf16
+    assert _C.half_ops()  # after the blocks nothing was said by name
     with ampfuse.cpu_half_ops():
         assert softmax() == f32
     assert (softmax(), _C.half_ops()) == (bf16, True)
@@ -348,6 +359,8 @@ def test_a_block_puts_back_what_was_before():
     with ampfuse.cpu_half_ops(False):
         assert softmax() == bf16
     assert softmax() == f32
+    amp.restore_torch()
+    assert not _C.half_ops()
 
 
 @compilers

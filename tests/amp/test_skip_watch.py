@@ -1,4 +1,4 @@
-"""A training whose every step is skipped says so, once a stretch."""
+"""Skipped steps at the levels: who skips, what is logged, and when it is too many."""
 
 import math
 from functools import partial
@@ -8,42 +8,60 @@ import torch
 
 from amp_training import Training
 from ampfuse import amp
-from ampfuse.optim import last_step
+from cases import history_of_norms
 
-STRETCH = 20
-
-
-@pytest.fixture(autouse=True)
-def shorter(monkeypatch):
-    monkeypatch.setattr(last_step, "STRETCH", STRETCH)
+LIMIT = 20
 
 
 def training(optimizer=torch.optim.AdamW, level="O2", **options):
-    return Training(
-        partial(optimizer, lr=0.1), level, init_scale=1024.0, min_loss_scale=1.0, **options
-    )
+    options = {"init_scale": 1024.0, "min_loss_scale": 1.0, **options}
+    run = Training(partial(optimizer, lr=0.1, eps=1e-4), level, **options)
+    run.optimizer.max_skipped_steps = LIMIT
+    return run
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_stretch_of_skipped_steps(level, optimizer, caplog):
+def test_too_many_skipped_steps(level, optimizer, caplog):
     run = training(optimizer, level)
     run.step(0)
     before = run.masters()
-    raised = []
-    for i in range(1, 4 * STRETCH - 5):
+    raised = {}
+    for i in range(1, 3 * LIMIT):
         try:
             run.step(i, math.nan)
         except RuntimeError as error:
-            message = str(error)
-            raised.append(i)
-    assert f"{STRETCH} steps in a row" in message
-    assert "the last was in 0.weight" in message
-    assert raised == [2 * STRETCH, 3 * STRETCH]
+            raised[i] = str(error)
+    assert [*raised] == [LIMIT, 2 * LIMIT]
+    assert f"{LIMIT} steps in a row" in raised[LIMIT]
+    assert "the last was in 0.weight" in raised[LIMIT]
     assert not caplog.messages
     assert all(map(torch.equal, run.masters(), before))
     run.step(0)  # it trains on
     assert not all(map(torch.equal, run.masters(), before))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_spikes_are_skipped_at_every_level(level, optimizer, caplog):
+    """The loss scale does not react to them."""
+    run = training(optimizer, level, init_scale=8.0)
+    run.optimizer.skip_spikes, run.optimizer.param_groups[0]["lr"] = 10.0, 1e-3
+    run.step(0)
+    run.optimizer.load_history(history_of_norms(0, 0.01))
+    run.step(1)
+    weights, masters = run.weights(), run.masters()
+    run.step(2, 30.0)
+    assert run.optimizer.last_step.skipped == 2
+    if level in ("O1", "O2"):
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 8.0
+        assert amp.state_dict()["loss_scaler0"]["unskipped"] == 3
+    assert all(map(torch.equal, run.masters(), masters))
+    assert all(map(torch.equal, run.weights(), weights))
+    run.step(3)
+    assert run.optimizer.last_step.skipped == 0
+    (line,) = caplog.messages
+    assert line.startswith("Step 2 was skipped: its gradient norm")
 
 
 SKIPS = [  # where, options, whether a step with a NaN changes nothing; and with a step of its own
@@ -81,17 +99,18 @@ def test_who_skips(kind, level, options, fused, own_step, caplog):
     assert all(each.isfinite().all() for each in run.weights()) == skips
     run.step(0)
     assert not all(map(torch.equal, run.masters(), masters))
-    lines = [message for message in caplog.messages if "step was skipped" in message]
+    lines = [message for message in caplog.messages if "was skipped:" in message]
     counts = [1, 2, 4] if skips and level != "O2" else []
     assert len(lines) == len(counts)
     for line, count in zip(lines, counts, strict=True):
-        assert f"0.weight was not finite: {count} of {count + 1} steps so far" in line
+        assert f"Step {count + 1} was skipped: the gradient of 0.weight was not finite." in line
+        assert line.endswith(f" {count} of {count + 1} steps so far.")
 
 
 def test_single_good_steps_are_enough():
     run = training()
-    for i in range(3 * STRETCH):
-        run.step(i, math.nan if i % STRETCH != 7 else 1.0)
+    for i in range(3 * LIMIT):
+        run.step(i, math.nan if i % LIMIT != 7 else 1.0)
 
 
 @pytest.mark.parametrize(

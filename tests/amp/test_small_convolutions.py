@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 import convolutions
 from ampfuse import cpu_half_ops
+from cases import NEEDS_BF16
 from convolutions import assert_torchs_own
 
 HALF = torch.bfloat16
 LAST = torch.channels_last
 
-pytestmark = convolutions.NEEDS_BF16
+pytestmark = NEEDS_BF16
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 from ampfuse import _core, hardware
 from ampfuse.cli import env, env_probes
+from pretended_gpus import WITHOUT_KERNELS, pretend
 
 
 def report(path: Path | str = "") -> dict[str, env.Facts]:
@@ -117,33 +117,6 @@ def test_runs_when_the_extension_is_for_another_torch(tmp_path):
     assert any(said in fact for fact in report(tmp_path)["extension"].values())
 
 
-BUILT = ["sm_75", "sm_80", "compute_90"]
-
-
-@pytest.mark.parametrize(
-    ("archs", "capability", "covering"),
-    [
-        (BUILT, (7, 5), "sm_75"),
-        (BUILT, (8, 0), "sm_80"),
-        (BUILT, (8, 9), "sm_80"),  # same major version, later minor
-        (BUILT, (9, 0), "compute_90"),
-        (BUILT, (12, 0), "compute_90"),
-        (BUILT, (7, 0), None),  # V100
-        (["sm_86", "sm_80"], (8, 6), "sm_86"),
-        (["sm_86"], (8, 0), None),
-        (["sm_90a"], (9, 0), "sm_90a"),
-        (["sm_90a", "compute_90a"], (10, 0), None),
-        (["sm_100f"], (10, 3), "sm_100f"),
-        (["compute_100f"], (12, 0), None),
-        ([], (8, 0), None),
-        (["nonsense"], (8, 0), None),
-    ],
-)
-def test_covering_arch(archs, capability, covering):
-    assert env_probes.covering_arch(archs, capability) == covering
-    assert env_probes.covering_arch(archs[::-1], capability) == covering
-
-
 @pytest.mark.parametrize(("flags", "said"), [({"avx512_bf16"}, "are fast"), ((), "not time")])
 def test_levels_for_the_cpu_are_named(flags, said, monkeypatch):
     monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset(flags))
@@ -152,57 +125,41 @@ def test_levels_for_the_cpu_are_named(flags, said, monkeypatch):
     assert level.endswith(said)
 
 
+@pytest.mark.parametrize(
+    ("script", "driver"),
+    [("echo 580.82.07; echo 580.82.07", "580.82.07"), ("echo failed; exit 9", None), (None, None)],
+)
+def test_the_driver_is_named(script, driver, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert hardware.nvidia_driver() == driver
+    assert env._system()["NVIDIA driver"] == (driver or "none found")
+
+
 # By what torch and the extension say of a GPU, or of none that can be used: the report's line.
 GPU, NONE = True, False
-GPUS = {
-    "ROCm": (GPU, {"hip": "7.2.0"}, "NOT USED: .* ROCm 7.2.0, and .* or train on the CPU"),
-    "too old": (GPU, {"capability": (6, 0)}, "NOT USED: it is sm_60, .*sm_75.* compile ampfuse"),
-    "an old driver": (GPU, {"driver": 12040}, "NOT USED: .* CUDA 12.4.*Update the driver .*580"),
-    "built without": (GPU, {"archs": []}, "NOT USED: .* was built for CPUs; .*AMPFUSE_CUDA=ON"),
-    "before Ampere": (GPU, {"capability": (7, 5)}, "runs .*sm_75; BF16 is emulated: use O1 or O2"),
-    "Blackwell": (GPU, {"capability": (12, 0)}, "runs ampfuse's compute_90; use O4 or O5$"),
-    "no MPS": (NONE, {"other": "mps"}, "torch is built for MPS, and .* or train on the CPU"),
-    "no XPU": (NONE, {"other": "xpu"}, "torch is built for XPU, and .* or train on the CPU"),
-    "no ROCm": (NONE, {"hip": "7.2.0"}, "torch is built for ROCm 7.2.0, and .* train on the CPU"),
-    "a CPU build": (NONE, {"cuda": None}, "built for CPUs, and .*: install a CUDA build"),
+CARDS = {
+    **{name: (GPU, said, f"NOT USED: {line}") for name, (said, line) in WITHOUT_KERNELS.items()},
+    "T4": (GPU, {"capability": (7, 5)}, "runs ampfuse's sm_75; BF16 is emulated: use O1 or O2$"),
+    "A100": (GPU, {"capability": (8, 0)}, "runs ampfuse's sm_80; use O4 or O5$"),
+    "L4": (GPU, {"capability": (8, 9)}, "runs ampfuse's sm_80; use O4 or O5$"),
+    "RTX PRO 6000": (GPU, {"capability": (12, 0)}, "runs ampfuse's compute_90; use O4 or O5$"),
+    "no MPS": (NONE, {"other": "mps"}, ".* not for MPS: train on the CPU, or under torch.amp"),
+    "no XPU": (NONE, {"other": "xpu"}, ".* not for XPU: train on the CPU, or under torch.amp"),
+    "no ROCm": (NONE, {"hip": "7.2.0"}, ".* not for ROCm 7.2.0: train on the CPU, or .* torch.amp"),
+    "a CPU build": (NONE, {"cuda": None}, "torch is built for CPUs; .* install a CUDA build"),
     "torch's words": (NONE, {"error": "The driver is too old"}, "The driver is too old$"),
     "hidden": (NONE, {}, "CUDA_VISIBLE_DEVICES"),
 }
 
 
-def pretend(monkeypatch, *, available, hip=None, cuda="13.0", error=None, other=None, **said):
-    """Have torch report this of itself, with one GPU if `available`."""
-    capability = said.get("capability", (9, 0))
-
-    def init():
-        if error:
-            raise RuntimeError(error)
-
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.version, "cuda", None if hip or other else cuda)
-    card = types.SimpleNamespace(name="A card", total_memory=2**34, major=capability[0])
-    for name, value in (
-        ("is_available", available),
-        ("device_count", 1),
-        ("get_device_properties", card),
-        ("get_device_capability", capability),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.cuda, "init", init)
-    accelerator = torch.device(other) if other else None
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
-    binding = types.SimpleNamespace(
-        cuda_archs=lambda: said.get("archs", ["sm_75", "sm_90", "compute_90"]),
-        cuda_versions=lambda: (13000, said.get("driver", 13000)),
-    )
-    monkeypatch.setattr(_core, "C", binding)
-
-
-@pytest.mark.parametrize("case", GPUS)
+@pytest.mark.parametrize("case", CARDS)
 def test_report_says_whether_a_gpu_is_used_or_why_not_and_what_to_do(case, monkeypatch):
-    available, said, line = GPUS[case]
+    available, said, line = CARDS[case]
     pretend(monkeypatch, available=available, **said)
-    start = "A card, 16.0 GiB: " if available else "none that torch can use: .*"
+    start = "A card, 16.0 GiB: " if available else "none that torch can use: "
     assert re.search(f"^{start}{line}", env_probes._gpus()["GPU 0" if available else "GPUs"])
 
 

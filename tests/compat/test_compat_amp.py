@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import ampfuse.amp
-import apex_names
 from ampfuse.amp import policy as policies
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp
 from ampfuse.compat.apex.amp import frontend, overflow_report
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from cases import LEVELS, bf16, f16, f32, through_a_file
+from conftest import clean_apex_names
 
 submodule = sys.modules["ampfuse.compat.apex.amp._amp_state"]
 
@@ -28,7 +28,7 @@ state = amp._amp_state
 
 @pytest.fixture(autouse=True)
 def clean():
-    with apex_names.clean():
+    with clean_apex_names():
         yield
 
 
@@ -168,21 +168,6 @@ def test_disabled():
     assert amp.state_dict() == {}  # AttributeError in apex
     amp.load_state_dict({})
     assert not state.handle.is_active()
-
-
-@pytest.mark.parametrize(
-    ("option", "error"),
-    [
-        ({"cast_model_type": f16}, RuntimeError),
-        ({"loss_scale": "nonsense"}, ValueError),
-        ({"cast_model_outputs": "half"}, TypeError),
-        ({"num_losses": 0}, ValueError),
-    ],
-)
-def test_errors_of_options(option, error):
-    """Which values are none, test_amp_policy.py says."""
-    with pytest.raises(error, match=next(iter(option))):
-        start("O1", **option)
 
 
 def test_hard_override_warns_and_does_it(capsys):

@@ -8,15 +8,15 @@ import pytest
 
 import ampfuse.compat.apex as compat
 import ampfuse.compat.apex.__main__ as runner
-import apex_names
 from ampfuse import optim
+from conftest import clean_apex_names
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
-    with apex_names.clean():
+    with clean_apex_names():
         yield
     importlib.invalidate_caches()
 

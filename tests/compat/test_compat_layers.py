@@ -81,51 +81,53 @@ def test_mlp_starts_as_apexs_and_refuses_what_it_refused():
 def test_weight_norm(dim, others, hook_child):
     """As the formula has it, with its gradients; copies, loads and goes again."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3), nn.LSTM(3, 5))
+    network = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3), nn.LSTM(3, 5))
     x = torch.randint(7, (6,))
-    before = net(x)[0].detach()
-    names = set(net.state_dict())
-    assert apply_weight_norm(net, dim=dim, hook_child=hook_child) is net
+    before = network(x)[0].detach()
+    names = set(network.state_dict())
+    assert apply_weight_norm(network, dim=dim, hook_child=hook_child) is network
     normed = {"1.weight", "2.weight_ih_l0", "2.weight_hh_l0"}
     ends = {f"{name}_{end}" for name in normed for end in "gv"}
-    assert set(net.state_dict()) == set(dict(net.named_parameters())) == names - normed | ends
-    twin = copy.deepcopy(net)
-    torch.testing.assert_close(net(x)[0], before)
-    w = net[1].weight_v.detach().clone().requires_grad_()
-    g = net[1].weight_g.detach().clone().requires_grad_()
+    assert (
+        set(network.state_dict()) == set(dict(network.named_parameters())) == names - normed | ends
+    )
+    twin = copy.deepcopy(network)
+    torch.testing.assert_close(network(x)[0], before)
+    w = network[1].weight_v.detach().clone().requires_grad_()
+    g = network[1].weight_g.detach().clone().requires_grad_()
     (g * w / w.norm(dim=others, keepdim=True) * 3).square().sum().backward()
-    net[1](torch.zeros(1, 4)) if hook_child else net(x)
-    (net[1].weight * 3).square().sum().backward()
-    torch.testing.assert_close(net[1].weight_v.grad, w.grad, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(net[1].weight_g.grad, g.grad)
+    network[1](torch.zeros(1, 4)) if hook_child else network(x)
+    (network[1].weight * 3).square().sum().backward()
+    torch.testing.assert_close(network[1].weight_v.grad, w.grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(network[1].weight_g.grad, g.grad)
     with torch.no_grad():
-        net[1].weight_g.mul_(2)
-    twin.load_state_dict(net.state_dict())
-    assert torch.equal(twin(x)[0], net(x)[0])
-    assert not torch.equal(net(x)[0], before)
-    after = net(x)[0].detach()
-    assert remove_weight_norm(net) is net
-    assert set(net.state_dict()) == names
-    torch.testing.assert_close(net(x)[0], after)
-    assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in net.parameters())
+        network[1].weight_g.mul_(2)
+    twin.load_state_dict(network.state_dict())
+    assert torch.equal(twin(x)[0], network(x)[0])
+    assert not torch.equal(network(x)[0], before)
+    after = network(x)[0].detach()
+    assert remove_weight_norm(network) is network
+    assert set(network.state_dict()) == names
+    torch.testing.assert_close(network(x)[0], after)
+    assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in network.parameters())
 
 
 def test_weight_norm_of_one_weight_in_half():
-    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).half()
-    apply_weight_norm(net, "1.weight")
-    assert set(net.state_dict()) == {"0.weight", "0.bias", "1.weight_g", "1.weight_v", "1.bias"}
-    optimizer = apex.fp16_utils.FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-    before = net[1].weight.detach().clone()
-    out = net(torch.ones(2, 4, dtype=f16))
+    network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).half()
+    apply_weight_norm(network, "1.weight")
+    assert set(network.state_dict()) == {"0.weight", "0.bias", "1.weight_g", "1.weight_v", "1.bias"}
+    optimizer = apex.fp16_utils.FP16_Optimizer(torch.optim.SGD(network.parameters(), lr=0.1))
+    before = network[1].weight.detach().clone()
+    out = network(torch.ones(2, 4, dtype=f16))
     assert out.dtype == f16
     optimizer.backward(out.float().square().sum())
     optimizer.step()
-    net(torch.ones(2, 4, dtype=f16))
-    assert not torch.equal(net[1].weight, before)
+    network(torch.ones(2, 4, dtype=f16))
+    assert not torch.equal(network[1].weight, before)
     with pytest.raises(ValueError, match="nothing"):
-        remove_weight_norm(net, "nothing")
-    remove_weight_norm(net[1], "weight")
-    assert net[1].weight.dtype == f16
+        remove_weight_norm(network, "nothing")
+    remove_weight_norm(network[1], "weight")
+    assert network[1].weight.dtype == f16
     assert apex.reparameterization is reparameterization
 
 

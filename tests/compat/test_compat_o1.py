@@ -6,16 +6,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import apex_names
 from ampfuse import amp as own_amp
 from ampfuse.amp import session as sessions
 from ampfuse.compat.apex import amp
 from cases import bf16, f16, f32, f64
+from conftest import clean_apex_names
 
 
 @pytest.fixture(autouse=True)
 def clean():
-    with apex_names.clean():
+    with clean_apex_names():
         yield
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import ampfuse
-import apex_names
 from ampfuse import _core, half_ops
 from ampfuse.compat import apex
 from ampfuse.compat.apex import fp16_utils, fused_adam_cuda
@@ -24,11 +23,12 @@ from ampfuse.compat.apex.contrib.optimizers import FP16_Optimizer as ContribOpti
 from ampfuse.compat.apex.fp16_utils import FP16_Optimizer
 from ampfuse.compat.apex.parallel.LARC import LARC
 from cases import bf16, f16, f32, f64, through_a_file
+from conftest import clean_apex_names
 
 INF, NAN = float("inf"), float("nan")
 
 
-def net():
+def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
@@ -41,15 +41,15 @@ def batch():
 
 
 def test_half_models():
-    network = net()
-    network.add_module("plain", nn.BatchNorm1d(2, affine=False))
-    half = fp16_utils.network_to_half(network)
+    layers = network()
+    layers.add_module("plain", nn.BatchNorm1d(2, affine=False))
+    half = fp16_utils.network_to_half(layers)
     assert isinstance(half[0], fp16_utils.tofp16)
-    assert half[1] is network
-    assert network[0].weight.dtype == network[4].running_mean.dtype == f16
-    assert network[1].weight.dtype == network[1].running_mean.dtype == f32
+    assert half[1] is layers
+    assert layers[0].weight.dtype == layers[4].running_mean.dtype == f16
+    assert layers[1].weight.dtype == layers[1].running_mean.dtype == f32
     assert half(batch()).dtype == f16
-    model = fp16_utils.FP16Model(net())
+    model = fp16_utils.FP16Model(network())
     assert model.network[0].weight.dtype == f16
     assert model.network[1].weight.dtype == f32
     assert model(batch()).dtype == f16
@@ -58,7 +58,7 @@ def test_half_models():
 
 
 def test_convert_module_leaves_children_alone():
-    model = net()
+    model = network()
     model(batch()).sum().backward()
     model.register_buffer("mine", torch.ones(2))
     model.register_buffer("count", torch.ones(2, dtype=torch.long))
@@ -76,7 +76,7 @@ def test_convert_module_leaves_children_alone():
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_masters_by_hand(flat):
-    model = net().half()
+    model = network().half()
     model[0].bias.requires_grad_(False)
     params, masters = fp16_utils.prep_param_lists(model, flat_master=flat)
     assert len(params) == 5
@@ -164,7 +164,7 @@ def start(kind=torch.optim.SGD, lr=0.1, larc=None, wrapper=FP16_Optimizer, **opt
 
     For contrib's own FP16_Optimizer, biases and weights are two groups.
     """
-    model = fp16_utils.network_to_half(net())
+    model = fp16_utils.network_to_half(network())
     params = list(model.parameters())
     if wrapper is ContribOptimizer:
         params = [{"params": [p for p in params if p.dim() == dim]} for dim in (1, 2)]
@@ -287,7 +287,7 @@ def test_gradients_are_unscaled_and_accumulate():
     optimizer.backward(loss_of(model))
     once = grads(optimizer)
     assert {g.dtype for g in once} == {f32}
-    loss_of(plain := net()).backward()
+    loss_of(plain := network()).backward()
     exact = joined(p.grad for p in plain.parameters())
     torch.testing.assert_close(joined(once), exact, rtol=1e-2, atol=2e-3)
     optimizer.zero_grad()
@@ -622,7 +622,7 @@ def _old_pickle(module, name, state):
     kind = type(name, (), {"__module__": module})
     instance, file, parts = kind(), io.BytesIO(), module.split(".")
     vars(instance).update(state)
-    with apex_names.clean():
+    with clean_apex_names():
         for end in range(1, len(parts) + 1):
             sys.modules[".".join(parts[:end])] = types.ModuleType(parts[end - 1])
         setattr(sys.modules[module], name, kind)
@@ -636,7 +636,7 @@ def _old_pickle(module, name, state):
 def test_checkpoints_of_apex_with_pickled_scalers(which, weights_only):
     module, name, attributes, kind, unskipped = OLD[which]
     file = _old_pickle(module, name, attributes)
-    with apex_names.clean():
+    with clean_apex_names():
         apex.install()
         scaler = torch.load(file, weights_only=weights_only)
     assert type(scaler) is kind
@@ -661,7 +661,7 @@ def test_checkpoints_of_apex_with_pickled_scalers(which, weights_only):
 def test_nonsense_in_a_pickled_scaler_is_refused():
     nonsense = {"_loss_scale": "nonsense", "dynamic": True}
     file = _old_pickle("apex.amp.scaler", "LossScaler", nonsense)
-    with apex_names.clean():
+    with clean_apex_names():
         apex.install()
         with pytest.raises(Exception, match="nonsense"):
             torch.load(file, weights_only=True)

@@ -48,7 +48,7 @@ ONES = torch.ones(4)
         (ONES, torch.ones(8).half(), None, "master and model weight differ"),
         (torch.ones(1, 4), torch.ones(4, 1).half(), None, "master and model weight differ"),
         (ONES.short(), ONES, None, "weight of float16 or bfloat16"),
-        (ONES, ONES.half().to("meta"), None, "is on meta"),
+        (ONES, ONES.half().to("meta"), None, "is on meta.*one optimizer per device"),
         (torch.ones(1).expand(4), None, None, "gaps or overlaps"),
         (ONES.to_sparse(), None, None, "is sparse"),
         (ONES.int(), None, None, "row is Int"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ampfuse import _core
-from cases import assert_same_bits, bf16, everything, f32, make, never_waiting, snapshot
+from cases import assert_same_bits, bf16, everything, f32, make, never_waiting, same_bits, snapshot
 
 CHUNK = 32768  # kChunk of csrc/core/reduce.h
 
@@ -183,3 +183,25 @@ def test_more_than_2_to_the_31_elements():
     src[-1] = float("nan")
     _core.C.scale([src], [dst], 2.0, found_inf)
     assert float(found_inf) == 1
+
+
+@pytest.mark.gpu
+def test_every_mantissa():
+    """Roots, reciprocals and quotients rest on the hardware's approximations, whose error is known
+    for the architectures so far."""
+    every = (torch.arange(1 << 24, dtype=torch.int32) + 0x3F800000).view(f32)  # in [1, 4)
+
+    def run(device):
+        x = every.to(device)
+        param = torch.zeros_like(x, requires_grad=True)
+        optimizer = make("adam", [param], lr=1.0, eps=2.0**-100)
+        for _ in range(2):
+            param.grad = torch.ones_like(x)
+            optimizer.step()
+            optimizer.state[param]["exp_avg_sq"].copy_(x)
+        with torch.no_grad():
+            silu = torch.ops.ampfuse.activation(x, None, None, "silu")
+        return param.detach().cpu(), silu.cpu()
+
+    for found, expected in zip(run("cuda"), run("cpu"), strict=True):
+        assert same_bits(found, expected)

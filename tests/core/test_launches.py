@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
 
 import ampfuse
 from ampfuse import _core, amp, ops, optim
@@ -144,19 +145,37 @@ def test_a_pass_like_the_last_uploads_nothing(emulated):
     assert copies(same) == 0
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_batch_norm(training, launches):
-    """Forward: sums in two, applied in a third; backward the same, with a residual."""
-    x, residual = (
-        torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
-        for _ in range(2)
-    )
-    weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
-    rest = (torch.zeros(16), torch.ones(16), training, 0.1, 1e-5, True)
-    act, results = nn_ops().batch_norm_act, []
-    forward = launches(lambda: results.append(act(x, residual, weight, bias, *rest)))
-    assert forward == (3 if training else 1)
-    assert launches((results[0] * 2).sum().backward) == 3
+def operations(body):
+    """Names of torch's operations in body() that do more than allocate."""
+    with profile() as profiled:
+        body()
+    names = {event.name for event in profiled.events() if event.name.startswith("aten::")}
+    return {name for name in names if "empty" not in name and name != "aten::detach"}
+
+
+@pytest.mark.parametrize(
+    ("height", "training", "expected"),
+    [(8, True, 4), (30, True, 4), (257, True, 6), (8, False, 3)],
+    ids=["a span", "spans", "many spans", "frozen"],
+)
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_batch_norm(residual, height, training, expected, launches):
+    """Forward: sums, whose last blocks finish them, and the map; backward the same. Sums over very
+    many rows are finished by a launch of their own. torch computes nothing in between.
+    """
+    images = (torch.randn(1, 16, height, height) for _ in range(3))
+    x, z, dy = (t.to(memory_format=torch.channels_last) for t in images)
+    inputs = [t.requires_grad_() for t in (x, z, torch.ones(16), torch.zeros(16))]
+    tensors = [x, z if residual else None, *inputs[2:], torch.zeros(16), torch.ones(16)]
+    batches = torch.tensor(0)
+
+    def step():
+        for tensor in inputs:
+            tensor.grad = None
+        nn_ops().batch_norm_act(*tensors, training, 0.1, 1e-5, True, batches).backward(dy)
+
+    assert launches(step) == expected
+    assert not training or operations(step) == set()
 
 
 def test_an_iteration_calls_the_extension_eight_times(monkeypatch):

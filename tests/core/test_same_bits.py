@@ -11,10 +11,11 @@ import json
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
-import amp_c_calls as amp_c
 import bits
 from ampfuse import _core
+from ampfuse._schema import ALGORITHMS
 from cases import KINDS, assert_same_bits, bf16, can_mix_dtypes, f16, f32, make, set_grad, snapshot
 from conftest import emulated_module, nn_ops
 from programs import python
@@ -94,21 +95,34 @@ def steps(name, sizes, device, count=4):
 
 
 def functions_of_lists(device):
-    """amp_C's optimizers, and LARC in front of another's step."""
-    torch.manual_seed(4)
-    calls = {}
-    for name in amp_c.NAMES:
-        lists, numbers = amp_c.arguments(name, device)
-        calls[name] = amp_c.of_all_types(name, lists), numbers
-    values = Values(device, 4)
-    grads, params = ([values(n, t, spread=True) for n in SIZES for t in DTYPES] for _ in range(2))
+    """Steps on lists, with gradients, weights and states of any types, and LARC's first half."""
+    values, calls = Values(device, 4), {}
+
+    def tensors(shift=0):
+        return [values(n, DTYPES[(i + shift) % 3], spread=True) for i, n in enumerate(SIZES)]
+
+    for name in ("sgd", "adam", "adagrad", "novograd", "lamb", "lamb_update"):
+        algorithm = ALGORITHMS[name]
+        steps, averages = torch.full((2, len(SIZES)), 2.0, device=device)
+        calls[name] = {
+            "grads": tensors(1),
+            "params": tensors(),
+            "models": tensors(2) if name == "adam" else [],
+            "states": [[t.abs() for t in tensors(i)] for i in range(len(algorithm.states))],
+            "updates": tensors() if name == "lamb_update" else [],
+            "steps": steps,
+            "norm_averages": averages,
+            "values": {hyper.name: hyper.of({"lr": 0.1}) for hyper in algorithm.hypers},
+        }
+    grads, params = tensors(), tensors(1)
 
     def run():
         found = {}
-        for name, (lists, numbers) in calls.items():
-            amp_c.call(name, amp_c.flag(0, device), lists, numbers)
-            for k, tensors in enumerate([*lists, [t for t in numbers if torch.is_tensor(t)]]):
-                found |= {f"{name} {k} {i}": t for i, t in enumerate(tensors)}
+        for name, lists in calls.items():
+            _core.C.step(name, **lists, lr_tensor=None, loss_scale=None, found_inf=None)
+            for key, value in lists.items():
+                for i, tensor in enumerate(tree_leaves(value) if key != "values" else ()):
+                    found[f"{name} {key} {i}"] = tensor
         for clip in (False, True):
             _core.C.layerwise(grads, params, 0.1, None, 0.01, 0.02, 1e-8, clip)
             found |= {f"layerwise {clip} {i}": t.clone() for i, t in enumerate(grads)}
@@ -132,13 +146,14 @@ def batch_norms(device):
         found = {}
         for i, (x, residual, dy, (weight, *running)) in enumerate(layers):
             running = [t.clone() for t in running]
-            mean, invstd = norm.batch_norm_statistics(x, *running, 0.1, 1e-5)
+            batches = torch.tensor(6, device=device)
+            mean, invstd = norm.batch_norm_statistics(x, *running, batches, 0.1, 1e-5)
             y, mask = norm.batch_norm_apply(x, residual, mean, invstd, weight, None, True)
-            sums, centered, g = norm.batch_norm_reduce(dy, x, mean, mask, True)
+            sums, centered, dweight, g = norm.batch_norm_reduce(dy, x, mean, invstd, mask, True)
             count = x.numel() // x.shape[1]
             none = mask.new_empty(0)
             dx = norm.batch_norm_dx(g, none, x, mean, invstd, weight, sums, centered, count)
-            results = (*running, mean, invstd, y, mask, sums, centered, g, dx)
+            results = (*running, batches, mean, invstd, y, mask, sums, centered, dweight, g, dx)
             found |= {f"{i} {k}": t for k, t in enumerate(results)}
         return found
 
@@ -201,7 +216,7 @@ def test_an_unknown_instruction_set_is_refused():
     code = "import torch, ampfuse; ampfuse.ops.l2norm([torch.ones(3)])"
     run = python("-c", code, AMPFUSE_CPU_ISA="sse9")
     assert run.returncode != 0
-    assert "AMPFUSE_CPU_ISA is 'sse9'; set it to scalar, avx2 or avx512" in run.stderr
+    assert "AMPFUSE_CPU_ISA is 'sse9'; set it to scalar, avx2, avx512 or neon" in run.stderr
 
 
 @pytest.mark.parametrize(

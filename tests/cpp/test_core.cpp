@@ -447,7 +447,7 @@ TEST(the_last_block_finishes_rows_and_step) {
         pair.expect_same();
         EXPECT(pair.gpu.row_norms.read(0) == 0);
       }
-      EXPECT(pair.gpu.state.read().skipped_steps == any);
+      EXPECT(pair.gpu.state.read().history.nonfinite == any);
       EXPECT(pair.gpu.steps.read(8) == (any ? 2 : 0));
     }
   }
@@ -561,77 +561,64 @@ TEST(edited_split_weights) {
   }
 }
 
-// The integer that is decoded, of what was encoded.
+// What comes back of a value that a conversion, or a step, encodes.
 template <class Quantizer>
-static uint32_t stored(Quantizer, uint32_t quantized) {
-  return uint32_t(int32_t(typename Quantizer::Stored(quantized)));
-}
-
-template <class Quantizer>
-static float decoded(Quantizer quantizer, uint32_t byte, float scale) {
-  return Quantizer::decode(stored(quantizer, byte), scale);
+static float decoded(Quantizer, float x, float scale, bool steps = false) {
+  const float encoder = Quantizer::encoder(scale);
+  const uint32_t quantized = Quantizer::encode(x, encoder, Quantizer::offset(steps));
+  return Quantizer::decode(float(typename Quantizer::Stored(quantized)), scale);
 }
 
 // The nearer of the two values around it, or nearly, but where the least ones are, and the same
-// again; with every rounding one of the two.
+// again. A step leaves at most a little less, and what it takes off reaches zero.
 template <class Quantizer>
 static void check_values(Quantizer quantizer, float scale) {
-  const float encoder = Quantizer::encoder(scale);
   std::vector<float> values;
-  for (uint32_t byte = 0; byte < 256; ++byte) values.push_back(decoded(quantizer, byte, scale));
+  for (int i = 0; i < 256; ++i)
+    values.push_back(Quantizer::decode(float(typename Quantizer::Stored(i)), scale));
   std::sort(values.begin(), values.end());
-  const float least = scale * (Quantizer::kSign ? 0x1p-14f : 0x1p-30f);
-  for (float fraction = 1; fraction > 1e-12f; fraction *= 0.9993f) {
+  const float least = scale * (Quantizer::kSign ? 0x1p-14f : 0x1p-29f);
+  for (float fraction = Quantizer::kLargest; fraction > 1e-12f; fraction *= 0.9993f) {
     for (const float x : {fraction * scale, -fraction * scale}) {
       if (x < 0 && !Quantizer::kSign) continue;  // but -0
-      const uint32_t byte = stored(quantizer, Quantizer::encode(x, encoder, Quantizer::kNearest));
-      const float back = Quantizer::decode(byte, scale);
+      const float back = decoded(quantizer, x, scale);
       const auto above = std::lower_bound(values.begin(), values.end(), x);
       const float high = above == values.end() ? back : *above;
       const float low = above == values.begin() ? high : *(above - 1);
       EXPECT(std::fabs(back - x) <= 0.7f * (high - low) + least, x, " as ", back);
       EXPECT(Quantizer::kSign || x == 0 || back > 0, x, " as ", back);
-      for (uint32_t i = 0; i < 6; ++i) {
-        const uint32_t key = Quantizer::key(i == 0   ? 0
-                                            : i == 1 ? ~0u
-                                                     : hash(i)) ^
-                             dither_bits(int(i));
-        const float other =
-            Quantizer::decode(stored(quantizer, Quantizer::encode(x, encoder, key)), scale);
-        EXPECT(other >= low - least && other <= high + least, x, " as ", other);
-        const float again =
-            Quantizer::decode(stored(quantizer, Quantizer::encode(back, encoder, key)), scale);
-        EXPECT(again == back, x, " of ", scale);
-      }
+      EXPECT(decoded(quantizer, back, scale) == back, x, " of ", scale);
+      const float stepped = decoded(quantizer, x, scale, true);
+      EXPECT(std::fabs(stepped) <= std::fabs(back), x, " as ", stepped);
+      EXPECT(std::fabs(stepped - x) <= high - low + 4 * least, x, " as ", stepped);
     }
+  }
+  if (!Quantizer::kSign) return;
+  for (const float value : values) {
+    const float later = decoded(quantizer, 0.9f * value, scale, true);
+    EXPECT(value == 0 ? later == 0 : std::fabs(later) < std::fabs(value), value, " to ", later);
   }
 }
 
 template <class Quantizer>
 static void check_quantizer(Quantizer quantizer) {
-  for (const float largest : {1.0f, 3e38f, 1e-30f, 1.1754944e-38f, 0.3f}) {
-    const float scale = Quantizer::scale(float_bits(largest)), encoder = Quantizer::encoder(scale);
-    if (largest > 1e-38f) check_values(quantizer, scale);
-    const float zero =
-        decoded(quantizer, Quantizer::encode(0.0f, encoder, Quantizer::kNearest), scale);
+  for (const float largest : {1.0f, 3e38f, 1e-30f, 0x1.8p-126f, 0.3f, 0.7f, 1.9f}) {
+    const float scale = Quantizer::scale(float_bits(largest));
+    if (largest > 1e-37f) check_values(quantizer, scale);
+    const float zero = decoded(quantizer, 0.0f, scale);
     EXPECT(Quantizer::kSign ? zero == 0 : (zero > 0 || scale < 1e-28f) && zero <= scale * 0x1p-30f,
            zero);
-    const float most =
-        decoded(quantizer, Quantizer::encode(largest, encoder, Quantizer::kNearest), scale);
-    EXPECT(std::fabs(most / largest - 1) < 1e-6f, largest);
-    EXPECT(std::fabs(Quantizer::scale(float_bits(most)) / scale - 1) < 1e-6f, largest);
+    for (const bool steps : {false, true})
+      EXPECT(same(decoded(quantizer, largest, scale, steps), largest), largest);
+    EXPECT(same(Quantizer::scale(float_bits(largest)), scale), largest);
   }
   EXPECT(Quantizer::scale(0) == 0 && Quantizer::encoder(0) == 0 &&
-         decoded(quantizer, Quantizer::encode(0.0f, 0.0f, Quantizer::kNearest), 0.0f) == 0);
+         decoded(quantizer, 0.0f, 0.0f) == 0);
   const float poisoned = Quantizer::scale(float_bits(kInf) + 1);
   EXPECT(poisoned != poisoned);
   // Limited, or infinite as the square is, and so with all its neighbours.
   const float limit = Quantizer::scale(float_bits(kInf));
-  const float encoder = Quantizer::encoder(limit);
-  const float infinite =
-      decoded(quantizer, Quantizer::encode(kInf, encoder, Quantizer::kNearest), limit);
-  const float beside =
-      decoded(quantizer, Quantizer::encode(1.0f, encoder, Quantizer::kNearest), limit);
+  const float infinite = decoded(quantizer, kInf, limit), beside = decoded(quantizer, 1.0f, limit);
   EXPECT(Quantizer::kSign ? infinite > 3.4e38f && infinite < kInf : infinite == kInf, infinite);
   EXPECT(beside == (Quantizer::kSign ? 0.0f : kInf), beside);
 }

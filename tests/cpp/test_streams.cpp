@@ -1,23 +1,12 @@
 // What the CUDA backend keeps between calls: tables uploaded behind the device's back, several
 // streams, captured graphs. Streams are deferred (host_cuda/cuda_runtime.h): nothing runs before
 // somebody waits for it.
+#include "streams.h"
 #include "world.h"
 
 using namespace ampfuse;
 
 namespace {
-
-struct Deferred {
-  Deferred() { emulation::set_deferred(true); }
-  ~Deferred() { emulation::set_deferred(false); }
-};
-
-struct Stream {
-  cudaStream_t handle = nullptr;
-  Stream() { cuda(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking)); }
-  ~Stream() { (void)cudaStreamDestroy(handle); }
-  operator cudaStream_t() const { return handle; }
-};
 
 std::vector<RowSpec> adam_rows() {
   std::vector<RowSpec> rows;

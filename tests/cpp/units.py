@@ -33,7 +33,7 @@ def core_units(isa: str) -> Iterator[Unit]:
     yield Unit("algorithms", "csrc/core/algorithms.cpp", [])
     for file in ("backend", "isa", "nn", "threads"):
         yield Unit(f"cpu-{file}", f"csrc/cpu/{file}.cpp", [only])
-    for file in ("backend", "device_table", "inspect"):
+    for file in ("backend", "device_table", "graph_memory", "inspect", "tickets"):
         yield Unit(f"cuda-{file}", f"csrc/cuda/{file}.cu", [])
     for folder, cpu, cuda in (("ops", "kernels", "ops"), ("nn_ops", "nn", "nn")):
         for path in sorted((ROOT / "csrc/core" / folder).glob("*.h")):

@@ -234,6 +234,7 @@ class World {
     decision.max_norm = max_norm;
     decision.norm_known = true;
     decision.skip_nonfinite = skip;
+    decision.skip_spikes = 6;
     RowColumns& columns = preparation.columns;
     columns.steps = steps.get();
     for (const Algorithm algorithm : algorithms) {
@@ -314,7 +315,10 @@ inline void expect_same(World& a, World& b) {
              (x.sum_squares != x.sum_squares && y.sum_squares != y.sum_squares),
          x.sum_squares, " and ", y.sum_squares);
   EXPECT(x.found_inf == y.found_inf && x.bad_row == y.bad_row && x.bad_bits == y.bad_bits);
-  EXPECT(x.skip == y.skip && x.skipped_steps == y.skipped_steps);
+  EXPECT(x.skip == y.skip && x.history.steps == y.history.steps &&
+         x.history.nonfinite == y.history.nonfinite && x.history.spikes == y.history.spikes);
+  EXPECT(x.history.log_mean == y.history.log_mean &&
+         x.history.log_variance == y.history.log_variance);
   EXPECT(x.last_bad_row == y.last_bad_row && x.last_bad_bits == y.last_bad_bits);
   EXPECT(same(x.grad_norm, y.grad_norm) && same(x.clip_coef, y.clip_coef) &&
          x.loss_scale == y.loss_scale);

@@ -4,6 +4,7 @@ import csv
 import importlib
 import inspect
 import re
+import shlex
 import shutil
 from itertools import groupby
 from pathlib import Path
@@ -49,7 +50,7 @@ def report(monkeypatch):
 
 
 @pytest.fixture
-def nets(report):
+def networks(report):
     return report.read(RESULTS / "nets_cpu.csv")
 
 
@@ -57,7 +58,7 @@ def test_tables_of_training_steps_are_those_of_the_csvs(report):
     rows = report.read(RESULTS / "nets_transformers_epyc.csv")
     epyc, _, xeon = OTHER_MACHINES.split("## A Xeon")
     fused = epyc.partition("## Muon")[0]
-    shown = [lines for lines in report.nets_tables(rows) if lines[0] in fused]
+    shown = [lines for lines in report.network_tables(rows) if lines[0] in fused]
     assert [header for header, *_ in shown] == re.findall(r"\| model \|.*\|", fused)
     tables = [(epyc, lines) for lines in shown]
     for text, machine in ((epyc, "epyc"), (xeon, "xeon")):
@@ -87,7 +88,7 @@ def row_of(case, variant, low, median, high):
     return {"case": case, "variant": variant, "threads": 2, "n": 9, **times, **conditions}
 
 
-def test_who_is_faster_is_said_of_the_fastest_arms_beyond_their_spread(report):
+def test_who_is_faster_is_said_of_the_fastest_variants_beyond_their_spread(report):
     steps = {
         "GPT": [("torch.amp", 9, 10, 11), ("torch.amp, expert", 5, 6, 7), ("O5", 3, 4, 4.9)],
         "ViT-S/16": [("torch.amp", 5, 6, 7), ("O5", 8, 9, 9), ("O5, compiled", 4, 5, 5.1)],
@@ -96,13 +97,13 @@ def test_who_is_faster_is_said_of_the_fastest_arms_beyond_their_spread(report):
         "BERT-small": [("torch.amp", 4, 5, 6)],  # cut off
     }
     rows = [
-        report.Row(**row_of(f"{net} (batch 8)", *arm))
-        for net, arms in steps.items()
-        for arm in arms
+        report.Row(**row_of(f"{network} (batch 8)", *variant))
+        for network, variants in steps.items()
+        for variant in variants
     ]
     header, _, *lines = report.in_short(rows)
-    arms = ["torch.amp", "torch.amp, expert", "O5", "O5, compiled", "O5, captured"]
-    assert cells([header])[0][1:-1] == [f"{arm}, ms" for arm in arms]
+    variants = ["torch.amp", "torch.amp, expert", "O5", "O5, compiled", "O5, captured"]
+    assert cells([header])[0][1:-1] == [f"{variant}, ms" for variant in variants]
     assert [line[-1] for line in cells(lines[:3])] == ["**1.50x**", "1.20x", "0.62x"]
     assert (
         "ampfuse is faster for GPT (1.50x); as fast within the spread for ViT-S/16 (1.20x); "
@@ -110,25 +111,26 @@ def test_who_is_faster_is_said_of_the_fastest_arms_beyond_their_spread(report):
     )
 
 
-def test_compiled_steps_of_the_csv_take_the_memory_of_eager_ones(report, nets):
-    for net, by in report.by_net(nets).items():
+def test_compiled_steps_of_the_csv_take_the_memory_of_eager_ones(report, networks):
+    for network, by in report.by_network(networks).items():
         if "O5, compiled" in by:
-            assert by["O5, compiled"].memory_mib <= 1.05 * by["O5"].memory_mib, net
+            assert by["O5, compiled"].memory_mib <= 1.05 * by["O5"].memory_mib, network
 
 
 def test_readme_says_what_the_gpus_csvs_have(report):
     text = " ".join(README.partition("Most of the gain")[2].split())
-    for case, by in report.by_net(report.read(RESULTS / "nets_cuda.csv")).items():
-        amp, plain, fused = (by[arm] for arm in ("torch.amp", "O5, unfused", "O5"))
-        net = case.partition(" (")[0]
-        assert re.search(rf"{amp.median_ms / plain.median_ms:.2f}x \({net}\)", text)
-        assert f"{fused.memory_mib:,.0f} instead of {amp.memory_mib:,.0f} ({net})" in text.replace(
-            " MiB", ""
+    for case, by in report.by_network(report.read(RESULTS / "nets_cuda.csv")).items():
+        amp, plain, fused = (by[variant] for variant in ("torch.amp", "O5, unfused", "O5"))
+        network = case.partition(" (")[0]
+        assert re.search(rf"{amp.median_ms / plain.median_ms:.2f}x \({network}\)", text)
+        assert (
+            f"{fused.memory_mib:,.0f} instead of {amp.memory_mib:,.0f} ({network})"
+            in text.replace(" MiB", "")
         )
         if compiled := by.get("torch.amp, compiled"):
-            assert f"{compiled.median_ms:.1f} against {fused.median_ms:.1f} ms ({net})" in text
+            assert f"{compiled.median_ms:.1f} against {fused.median_ms:.1f} ms ({network})" in text
             both = compiled.median_ms / by["O5, compiled"].median_ms
-            assert f"{both:.2f}x ({net})" in text.partition("Where it helps little")[2]
+            assert f"{both:.2f}x ({network})" in text.partition("Where it helps little")[2]
     steps = {
         row.variant: row.median_ms
         for row in report.read(RESULTS / "step_cuda.csv")
@@ -148,10 +150,10 @@ def test_readme_trains_as_its_tables_were_measured(report):
     assert "channels-last" in figures
 
 
-def test_figure_is_that_of_the_csv(report, nets):
+def test_figure_is_that_of_the_csv(report, networks):
     for theme in ("light", "dark"):
         svg = (ROOT / "docs" / "figures" / f"training_steps_{theme}.svg").read_text()
-        assert svg == report.nets_figure(nets, theme)
+        assert svg == report.network_figure(networks, theme)
 
 
 def test_demo_table_is_that_of_the_csv():
@@ -168,13 +170,13 @@ def test_demo_table_is_that_of_the_csv():
         ]
 
 
-def test_conv_nets_table_is_that_of_the_csv():
+def test_conv_networks_table_is_that_of_the_csv():
     rows = [r for r in records(RESULTS / "conv_nets_epyc.csv") if r["optimizer"]]
     lines = cells(table(OTHER_MACHINES, "| network, images, batch | FP32"))
     groups = groupby(rows, key=lambda row: row["case"])
-    for (net, *shown), (case, group) in zip(lines, groups, strict=True):
+    for (network, *shown), (case, group) in zip(lines, groups, strict=True):
         side, batch = re.search(r"-(\d+)-batch(\d+)$", case).groups()
-        assert net.endswith(f", {side}x{side}, {batch}")
+        assert network.endswith(f", {side}x{side}, {batch}")
         by_variant = {row["variant"]: row for row in group}
         times = {name: float(row["median_ms"]) for name, row in by_variant.items()}
         gain = times["torch.amp"] / times["O5, fused"]
@@ -225,6 +227,28 @@ def test_blocks_name_their_language(page):
     """Without one, the site colours shell commands and output as Python."""
     fences = re.findall(r"^ *```(.*)$", page.read_text(), re.MULTILINE)
     assert all(fences[::2])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pip_is_not_told_a_name_that_pypi_does_not_have(page):
+    """Until there is a release: a folder, a file or an address works."""
+    text = page.read_text().replace("\\\n", " ")
+    for command in re.findall(r"pip install ([^`\n]*)", text):
+        for word in shlex.split(command, comments=True):
+            assert not re.fullmatch(r"ampfuse(\[\w+\])?([=<>~].*)?", word), command
+
+
+# What people search for, and the page that answers.
+ERRORS = {
+    "cannot import name 'amp' from 'apex'": "from_apex.md",
+    "No module named 'apex'": "from_apex.md",
+    "Attempting to unscale FP16 gradients": "from_torch_amp.md",
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors_that_people_search_for_are_found_as_they_are(error):
+    assert error in (ROOT / "docs" / ERRORS[error]).read_text()
 
 
 def test_what_others_have_and_ampfuse_too_is_not_denied():

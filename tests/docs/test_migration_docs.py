@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import apex_names
 from ampfuse.compat import apex
+from conftest import clean_apex_names
 
 DOCS = Path(__file__).parents[2] / "docs"
 APEX, TORCH_AMP = ((DOCS / name).read_text() for name in ("from_apex.md", "from_torch_amp.md"))
@@ -48,10 +48,10 @@ def test_three_sections_have_a_before():
 def test_before_and_after_train_alike(title):
     before, after = re.findall(r"```python\n(.*?)```", SECTIONS[title], re.DOTALL)
     untrained = run("")
-    with apex_names.clean():
+    with clean_apex_names():
         apex.install()
         old = run(before)
-    with apex_names.clean():
+    with clean_apex_names():
         assert "apex" not in after.replace("ampfuse", "")
         new = run(after)
     assert old < 0.6 * untrained
@@ -76,7 +76,7 @@ def test_the_names_of_the_table_are_there():
 
 def test_the_way_in_at_the_start_of_a_program():
     (code,) = re.findall(r"```python\n(import ampfuse\.compat\.apex.*?)```", APEX, re.DOTALL)
-    with apex_names.clean():
+    with clean_apex_names():
         exec(code, {})
         import apex as found
 

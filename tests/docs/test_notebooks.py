@@ -13,6 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from ampfuse import _core
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
@@ -105,6 +108,9 @@ class TestFirstCell:
         monkeypatch.setattr(os, "environ", self.environ)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.11.0+cu128")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+        monkeypatch.setattr(torch, "ones", lambda *_, **__: None)
         return monkeypatch
 
     def run_cell(self):
@@ -139,7 +145,7 @@ class TestFirstCell:
             self.environ["AMPFUSE_SOURCE"] = source
         here = str(tmp_path.resolve())
         assert self.installed() == [[argument.replace("HERE", here) for argument in arguments]]
-        assert capsys.readouterr().out == "the report\n"
+        assert capsys.readouterr().out == "torch 2.11.0+cu128, Tesla T4\nthe report\n"
 
     def test_compiles_where_there_is_none_and_says_how_long(self, machine, capsys):
         self.refused = "--only-binary"
@@ -151,7 +157,34 @@ class TestFirstCell:
         machine.setattr(importlib.util, "find_spec", lambda name: object())
         self.run_cell()
         assert self.commands == [[sys.executable, "-m", "ampfuse", "env"]]
-        assert capsys.readouterr().out == "the report\n"
+        assert capsys.readouterr().out == "torch 2.11.0+cu128, Tesla T4\nthe report\n"
+
+    def test_says_that_there_is_no_gpu(self, machine, capsys):
+        machine.setattr(torch.cuda, "is_available", lambda: False)
+        machine.setattr(torch, "ones", None)  # nothing may be asked of a GPU
+        assert self.installed()
+        assert capsys.readouterr().out.startswith("torch 2.11.0+cu128, no NVIDIA GPU")
+
+    def test_an_old_torch_stops_it_before_anything_is_installed(self, machine, capsys):
+        oldest = _core.build_info.TORCH_TESTED[0].partition(".")[2]
+        machine.setattr(importlib.metadata, "version", lambda name: f"2.{int(oldest) - 1}.0+cu128")
+        said = f"^ampfuse needs torch 2.{oldest} or later: choose the newest environment"
+        with pytest.raises(RuntimeError, match=said):
+            self.run_cell()
+        assert not self.commands
+        assert capsys.readouterr().out == f"torch 2.{int(oldest) - 1}.0+cu128, Tesla T4\n"
+
+    def test_a_gpu_without_kernels_stops_it_before_anything_is_installed(self, machine, capsys):
+        def ones(*_, **where):
+            assert where == {"device": "cuda"}
+            raise RuntimeError("CUDA error: no kernel image is available for execution")
+
+        machine.setattr(torch.cuda, "get_device_name", lambda: "Tesla P100-PCIE-16GB")
+        machine.setattr(torch, "ones", ones)
+        with pytest.raises(RuntimeError, match=r"^choose T4 x2: no current torch has kernels for"):
+            self.run_cell()
+        assert not self.commands
+        assert capsys.readouterr().out == "torch 2.11.0+cu128, Tesla P100-PCIE-16GB\n"
 
     def test_a_failure_shows_what_pip_said(self, machine, capsys):
         self.refused = "install"

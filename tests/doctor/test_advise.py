@@ -128,8 +128,8 @@ def test_fp16_that_always_overflows_is_objected_to():
     model = Around(lambda layer, x: layer(x * 1e4) * 1e4 * 1e-9)
     advice = amp.advise(*training(model, lr=1e-6), **QUICK)
     for level in ("O1", "O2"):
-        assert "overflow at every loss scale" in row_of(advice, level).objection
-    assert "not finite" in row_of(advice, "O3").objection
+        assert "overflow at every loss scale" in row_of(advice, level).blocker
+    assert "not finite" in row_of(advice, "O3").blocker
     for level in ("O4", "O5"):
         assert row_of(advice, level).losses
     assert advice.level in ("O0", "O4", "O5")
@@ -141,7 +141,7 @@ def test_o3_that_stands_still_is_objected_to():
     advice = amp.advise(model, loss_function, batch, optimizer, levels=tried, **QUICK)
     row = row_of(advice, "O3")
     assert set(row.stale) >= {"0.weight", "2.weight"}
-    assert "lost to rounding" in row.objection
+    assert "lost to rounding" in row.blocker
     assert row_of(advice, "O5").stale == ()  # its masters keep what rounds away
     moving = amp.advise(*training(lr=0.1), levels=["O3"], **QUICK)
     assert row_of(moving, "O3").stale == ()
@@ -153,7 +153,7 @@ def test_a_loss_that_half_precision_changes_is_objected_to():
     advice = amp.advise(*training(model), levels=("O4", "O5"), **QUICK)
     for row in advice.rows[1:]:
         assert row.deviation > row.allowed > 0
-        assert row.objection == "the loss deviates from FP32's"
+        assert row.blocker == "the loss deviates from FP32's"
     assert advice.level == "O0"
 
 
@@ -166,7 +166,7 @@ def wide_only(layer, x):
 
 def test_a_level_that_raises_is_part_of_the_advice():
     advice = amp.advise(*training(Around(wide_only)), levels=("O4", "O5"), **QUICK)
-    assert row_of(advice, "O5").objection == "OutOfMemoryError: no kernel"
+    assert row_of(advice, "O5").blocker == "OutOfMemoryError: no kernel"
     assert row_of(advice, "O5").losses == ()
     assert row_of(advice, "O4").losses
     assert "OutOfMemoryError: no kernel" in str(advice)
@@ -202,13 +202,13 @@ def conclude(*rows):
         ([row("O4", 5.0), row("O2", 4.0, loss=math.nan)], "O4"),
         ([row("O4", 5.0), row("O2", 4.0, skipped=1)], "O4"),
         ([row("O4", 5.0), row("O3", 4.0, stale=("w",))], "O4"),
-        ([row("O4", 5.0), Row("O2", objection="no kernel")], "O4"),
+        ([row("O4", 5.0), Row("O2", blocker="no kernel")], "O4"),
         ([row("O4", 9.6), row("O2", 12.0)], "O0"),
-        ([Row("O2", objection="no kernel")], "O0"),
+        ([Row("O2", blocker="no kernel")], "O0"),
         ([], "O0"),
     ],
 )
-def test_the_fastest_without_objection_is_recommended(rows, level):
+def test_the_fastest_without_blocker_is_recommended(rows, level):
     advice = conclude(*rows)
     assert advice.level == level
     assert row_of(advice, "O0").allowed == pytest.approx(0.2)  # between seeds
@@ -243,7 +243,7 @@ def test_reasons():
 )
 def test_what_is_allowed(reference, loss, is_good):
     advice = levels.conclude([reference, loss], [reference], 1, "a CPU")
-    assert (advice.rows[1].objection is None) is is_good
+    assert (advice.rows[1].blocker is None) is is_good
     assert (advice.level == "O4") is is_good
     assert advice.rows[1].allowed == pytest.approx(0.02 if reference == row("O0") else 0.5 / 256)
 

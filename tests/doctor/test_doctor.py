@@ -1,4 +1,4 @@
-"""The doctor's verdicts on scripts with known answers, on bad ones, and on traces by hand."""
+"""The doctor's findings on scripts with known answers, on bad ones, and on traces by hand."""
 
 import os
 import re
@@ -14,6 +14,7 @@ from ampfuse.__main__ import main
 from ampfuse.doctor import examine, report
 from ampfuse.doctor.profile import CLOSURE, STEP, Event, Operation, Profile
 from ampfuse.doctor.report import Report, Share
+from cases import NEEDS_BF16
 
 CPU = torch.device("cpu")
 HEAD = """
@@ -73,28 +74,31 @@ LESS = "less Python, fewer and larger operations"
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "share", "verdict", "advice"),
+    ("code", "kind", "share", "bottleneck", "advice"),
     [
         (SLOW_DATA, "data", 0.7, "data loading", "faster loading"),
         (SLOW_LOOP, "python", 0.6, "the host", LESS),
-        pytest.param(MATRIX, "matrix", 0.6, "arithmetic", None, marks=pytest.mark.slow),
+        # Without the instructions its BF16 products take five minutes.
+        pytest.param(
+            *(MATRIX, "matrix", 0.6, "arithmetic", None), marks=[pytest.mark.slow, NEEDS_BF16]
+        ),
         (CASTS, "cast", 0.6, "memory", "fewer casts"),
         (OPTIMIZER, "optimizer", 0.6, "memory", "fused optimizer"),
     ],
 )
-def test_verdicts_on_programs_with_known_answers(
-    code, kind, share, verdict, advice, tmp_path, monkeypatch
+def test_bottlenecks_on_programs_with_known_answers(
+    code, kind, share, bottleneck, advice, tmp_path, monkeypatch
 ):
     for _ in range(4):  # another process may have had the core for longer than a step takes
         found = see(code, tmp_path, monkeypatch)
         gains = {one.kind: one.gain for one in found.advice}
         assert list(gains.values()) == sorted(gains.values(), reverse=True)
         advised = gains.get(advice, 0) > 1.2 if advice else not gains
-        if found.verdict == verdict and found.share_of(kind) > share and advised:
+        if found.bottleneck == bottleneck and found.share_of(kind) > share and advised:
             break
     else:
         pytest.fail(str(found))
-    assert f"bound by {verdict}: " in str(found)
+    assert f"bound by {bottleneck}: " in str(found)
     if advice is None:  # in half already
         assert [s.label[13:17] for s in found.shares if s.kind == "matrix"] == ["BF16"]
         assert found.half_limit < 1.1

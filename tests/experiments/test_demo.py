@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 
 from ampfuse.__main__ import main
 from ampfuse.experiments.run import Run
-from ampfuse.experiments.settings import ARMS, LEVELS
+from ampfuse.experiments.settings import LEVELS, VARIANTS
 from ampfuse.measuring import tensor_memory
 
 EPOCHS, BATCH_SIZE = 2, 256
@@ -46,7 +46,7 @@ def test_table_and_files(tmp_path, capsys):
         assert 0 <= float(accuracy) <= 100
         assert 0 <= int(skipped) <= STEPS
         assert float(scale) >= 1
-        assert f"{level}: {ARMS[level]}" in printed
+        assert f"{level}: {VARIANTS[level]}" in printed
         images = float(row["images_per_s_mean"]) * float(row["time_s_mean"])
         assert images == pytest.approx(STEPS * BATCH_SIZE)
         assert float(row["accuracy_pct_mean"]) == pytest.approx(float(accuracy), abs=0.05)

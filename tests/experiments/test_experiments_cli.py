@@ -12,7 +12,7 @@ pytest.importorskip("timm")
 
 from ampfuse.experiments import SCRIPTS, results
 from ampfuse.experiments.run import lr_factor
-from ampfuse.experiments.settings import ARMS, Settings, parse, runs_of
+from ampfuse.experiments.settings import VARIANTS, Settings, parse, runs_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MODULES = {name: importlib.import_module(f"ampfuse.experiments.{name}") for name in SCRIPTS}
@@ -29,7 +29,7 @@ def runs(line: str, device: torch.device = CUDA) -> list[Settings]:
 
 
 def run(line: str, device: torch.device = CUDA) -> Settings:
-    """The first of the repeats of one arm."""
+    """The first of the repeats of one variant."""
     first, *others = runs(line, device)
     assert {first.arm, *(other.arm for other in others)} == {first.arm}
     assert len(others) == first.repeats - 1
@@ -104,11 +104,11 @@ def test_sizes_of_recipes_are_those_of_the_published_tables(line, columns):
         assert {row[column] for row in results.published(found.recipe)} == {getattr(found, column)}
 
 
-def test_every_recipe_resolves_for_every_model_and_arm():
+def test_every_recipe_resolves_for_every_model_and_variant():
     for name, module in MODULES.items():
-        for recipe, arm in itertools.product(module.SCRIPT.recipes, {*ARMS} - {"tf32"}):
+        for recipe, variant in itertools.product(module.SCRIPT.recipes, {*VARIANTS} - {"tf32"}):
             for model, device in itertools.product(recipe.models, (CPU, CUDA)):
-                line = f"--recipe {recipe.name} --model {model} --arm {arm} --data digits"
+                line = f"--recipe {recipe.name} --model {model} --arm {variant} --data digits"
                 found = run(f"{name} {line}", device)
                 assert found.iterations or found.epochs
                 assert found.recipe == recipe.name
@@ -126,7 +126,7 @@ def test_cpu_sizes_unless_told_otherwise():
 @pytest.mark.parametrize(
     "line", ["DIR -b 32 64 --arm O2 fp32", "--arm O2 fp32 -b 32 64 32 --data DIR"]
 )
-def test_batch_sizes_repeats_and_arms_in_turn(line):
+def test_batch_sizes_repeats_and_variants_in_turn(line):
     """Each size is a command of its own."""
     found = runs(f"cifar {line} --repeats 2")
     ran = [(one.batch_size, one.repeat, one.arm) for one in found]
@@ -140,8 +140,8 @@ def test_synthetic_data_grow_with_the_batch():
     assert sizes == {2048, 8192}
 
 
-def test_arms():
-    everything = [arm for arm in ARMS if arm != "tf32"]
+def test_variants():
+    everything = [variant for variant in VARIANTS if variant != "tf32"]
     assert [one.arm for one in runs("mnist --arm all", CPU)] == everything
     assert [one.arm for one in runs("mlp", CPU)] == ["fp32", "O5"]
     assert [one.arm for one in runs("mlp", CUDA)] == ["fp32", "O2"]

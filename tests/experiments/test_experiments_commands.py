@@ -81,8 +81,8 @@ def test_e1_as_it_was_called(mode, files, tmp_path, capsys):
 
 
 def test_time_against_batch_size_in_one_command(tmp_path, monkeypatch, capsys):
-    """E1's question: results of each batch size and arm, as of separate commands; one table. They
-    are what results.measured() reads and make_plot draws."""
+    """E1's question: results of each batch size and variant, as of separate commands; one table.
+    They are what results.measured() reads and make_plot draws."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     line = "train mlp --data digits --image-size 8 --iterations 2 --batch-size 8 16 --arm fp32 O2"

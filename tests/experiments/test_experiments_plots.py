@@ -17,7 +17,7 @@ from matplotlib.image import imread
 
 from ampfuse.command_line import UsageError
 from ampfuse.experiments import make_plot, make_table, results
-from ampfuse.experiments.settings import ARMS
+from ampfuse.experiments.settings import VARIANTS
 from experiment_results import ResultFolder, divergence
 from programs import python
 
@@ -67,7 +67,7 @@ def test_repeats_become_mean_and_sample_deviation(folder):
     assert (untimed["memory_mb_mean"], untimed["memory_mb_std"], untimed["n"]) == (1500, None, 1)
 
 
-WORDS = "method arm gpu device recipe model data loader loss_scale_of torch".split()
+WORDS = "method variant gpu device recipe model data loader loss_scale_of torch".split()
 NUMBERS = "batch_size iterations epochs world_size lr".split()
 DIFFERENCES = {**dict.fromkeys(WORDS, "other"), **dict.fromkeys(NUMBERS, 7), **GRAPH}
 
@@ -139,15 +139,15 @@ def test_frame_has_the_rows(folder):
 
 def add_e1(folder: ResultFolder, *, gpus=("A", "B"), batches=(128, 256, 512)) -> None:
     """Three repeats of E1's methods: time grows with the batch, by GPU and method."""
-    arms = {"FP32": ("fp32", 1.0), "FP16": ("O2", 0.5), "amp": ("O1", 0.8)}
-    for (i, gpu), batch, (method, (arm, factor)) in itertools.product(
-        enumerate(gpus), batches, arms.items()
+    variants = {"FP32": ("fp32", 1.0), "FP16": ("O2", 0.5), "amp": ("O1", 0.8)}
+    for (i, gpu), batch, (method, (variant, factor)) in itertools.product(
+        enumerate(gpus), batches, variants.items()
     ):
         for repeat in range(3):
             folder.add(
                 gpu=gpu,
                 method=method,
-                arm=arm,
+                arm=variant,
                 batch_size=batch,
                 repeat=repeat,
                 train_size=max(2048, 4 * batch),  # as synthetic data have it: one line all the same
@@ -342,14 +342,14 @@ def e1_on_three(folder: ResultFolder) -> list[results.Row]:
     return rows_of(folder)
 
 
-def all_arms_at_three_batches(folder: ResultFolder) -> list[results.Row]:
-    """Ten arms, two of them with the workers loader too, one diverged."""
-    for batch, (place, arm) in itertools.product((128, 256, 512), enumerate(ARMS)):
-        common = {"recipe": "e2", "model": "wrn28_10", "arm": arm, "method": arm}
+def all_variants_at_three_batches(folder: ResultFolder) -> list[results.Row]:
+    """Ten variants, two of them with the workers loader too, one diverged."""
+    for batch, (place, variant) in itertools.product((128, 256, 512), enumerate(VARIANTS)):
+        common = {"recipe": "e2", "model": "wrn28_10", "arm": variant, "method": variant}
         common |= {"gpu": "Tesla T4", "batch_size": batch}
         common |= {"time_s": 1234.5 / (1 + place), "memory_mb": 1000.0 * (20 - place)}
-        folder.add(**common, diverged=divergence() if arm == "O3" else None)
-        if arm in ("fp32", "O2"):
+        folder.add(**common, diverged=divergence() if variant == "O3" else None)
+        if variant in ("fp32", "O2"):
             folder.add(**common, loader="workers")
     return rows_of(folder)
 
@@ -357,7 +357,7 @@ def all_arms_at_three_batches(folder: ResultFolder) -> list[results.Row]:
 @pytest.mark.parametrize("kind", ["time", "memory"])
 @pytest.mark.parametrize(
     "rows",
-    [published, e1_on_three, all_arms_at_three_batches],
+    [published, e1_on_three, all_variants_at_three_batches],
     ids=lambda function: function.__name__,
 )
 def test_no_text_lies_on_another(kind, rows, folder):
@@ -406,12 +406,12 @@ def test_published_command(tmp_path, monkeypatch):
 
 
 def test_figures_of_all_models_have_their_names(folder):
-    nets = {("cifar", "vgg16"): "CIFAR", ("cifar", "wrn28_10"): "CIFAR wrn28_10"}
-    nets |= {("imagenet", "resnet50"): "ImageNet resnet50", ("mlp", "mlp"): "MLP"}
-    nets |= {("mnist", "mnist_cnn"): "MNIST", ("demo", "digits64"): "Digits"}
-    for experiment, model in nets:
+    networks = {("cifar", "vgg16"): "CIFAR", ("cifar", "wrn28_10"): "CIFAR wrn28_10"}
+    networks |= {("imagenet", "resnet50"): "ImageNet resnet50", ("mlp", "mlp"): "MLP"}
+    networks |= {("mnist", "mnist_cnn"): "MNIST", ("demo", "digits64"): "Digits"}
+    for experiment, model in networks:
         folder.add(experiment=experiment, model=model)
-    names = {f"{title} - {what}" for title in nets.values() for what in ("Time", "Memory")}
+    names = {f"{title} - {what}" for title in networks.values() for what in ("Time", "Memory")}
     assert make_plot.drawn(rows_of(folder)).keys() == names
 
 

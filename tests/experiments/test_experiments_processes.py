@@ -77,8 +77,8 @@ class Trained(NamedTuple):
         found = [json.loads(path.read_text()) for path in (self.folder / name).rglob("*.json")]
         return {result["method"]: result for result in found}
 
-    def checkpoint(self, name: str, arm: str) -> dict:
-        (path,) = (self.folder / name).rglob(f"*-{arm}-*.pt")
+    def checkpoint(self, name: str, variant: str) -> dict:
+        (path,) = (self.folder / name).rglob(f"*-{variant}-*.pt")
         return torch.load(path, weights_only=True)
 
 
@@ -115,13 +115,13 @@ def test_rank_0_alone_prints_and_writes(trained):
         assert result["conditions"]["train_size"] == 96
 
 
-def assert_same_losses(trained: Trained, arms: set[str]) -> None:
+def assert_same_losses(trained: Trained, variants: set[str]) -> None:
     copies, shards = trained.results("copies"), trained.results("shards")
-    assert copies.keys() == shards.keys() == arms
-    for arm, expected in copies.items():
-        assert shards[arm]["loss_mean"] == expected["loss_mean"], arm
-        assert shards[arm]["test_loss"] == expected["test_loss"], arm
-        assert shards[arm]["conditions"]["fsdp"]
+    assert copies.keys() == shards.keys() == variants
+    for variant, expected in copies.items():
+        assert shards[variant]["loss_mean"] == expected["loss_mean"], variant
+        assert shards[variant]["test_loss"] == expected["test_loss"], variant
+        assert shards[variant]["conditions"]["fsdp"]
 
 
 def test_shards_leave_the_losses_of_copies(trained):

@@ -112,9 +112,9 @@ def test_e2_tells_why_a_level_diverged_and_labels_what_differs(folder, capsys):
 
 def test_e4_has_mean_min_and_max(folder, capsys):
     for n, mean in enumerate((330.0, 334.0)):
-        net = {"recipe": "e4", "experiment": "imagenet", "model": "resnet50", "iterations": 360}
+        network = {"recipe": "e4", "experiment": "imagenet", "model": "resnet50", "iterations": 360}
         speeds = {"images_per_s_min": 300.0 - n, "images_per_s_max": 350.0 + n}
-        folder.add(repeat=n, images_per_s=mean, loss_last=5.0, loss_mean=5.5, **net, **speeds)
+        folder.add(repeat=n, images_per_s=mean, loss_last=5.0, loss_mean=5.5, **network, **speeds)
     (row,) = own(printed(capsys, "e4"))
     expected = {"images/s": "332 ± 2.8", "min": "299", "max": "351"}
     assert (expected | {"loss last": "5 ± 0", "loss mean": "5.5 ± 0"}).items() <= row.items()

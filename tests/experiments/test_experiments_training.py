@@ -21,16 +21,16 @@ pytest.importorskip("tqdm")
 from ampfuse._core import EXTENSION as _C
 from ampfuse.experiments import cifar, mlp
 from ampfuse.experiments import run as of_run
-from ampfuse.experiments.arms import build_arm
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.run import Diverged, Place, Record, Run, load_checkpoint, suggestion
-from ampfuse.experiments.settings import ARMS, Settings
+from ampfuse.experiments.settings import VARIANTS, Settings
+from ampfuse.experiments.variants import build_variant
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory
 
 CPU = torch.device("cpu")
-CPU_ARMS = [arm for arm in ARMS if arm != "tf32"]
+CPU_VARIANTS = [variant for variant in VARIANTS if variant != "tf32"]
 
 
 def some(values, *quick):
@@ -81,16 +81,16 @@ def stopped(settings: Settings, step: int, folder: Path) -> dict:
     return load_checkpoint(folder / "run.pt")
 
 
-@pytest.mark.parametrize("arm", some(CPU_ARMS, "O2", "O5"))
-def test_learns_in_every_arm(arm):
-    settings = dataclasses.replace(BASE, arm=arm, epochs=4, dropout=0.0, augment=False, lr=0.1)
+@pytest.mark.parametrize("variant", some(CPU_VARIANTS, "O2", "O5"))
+def test_learns_in_every_variant(variant):
+    settings = dataclasses.replace(BASE, arm=variant, epochs=4, dropout=0.0, augment=False, lr=0.1)
     result = trained(settings).result()
     assert result["accuracy_pct"] > 60
     assert result["loss_last"] < 1.5
     assert (result["iterations"], result["epochs"]) == (4 * 22, 4)
     assert [line["step"] for line in result["evaluations"]] == [22, 44, 66, 88]
     assert 100 * result["evaluations"][-1]["accuracy"] == result["accuracy_pct"]
-    expected = 65536 if arm in ("O1", "O2", "amp-fp16") else 1
+    expected = 65536 if variant in ("O1", "O2", "amp-fp16") else 1
     assert result["loss_scale"] == expected / 2 ** result["skipped_steps"]
 
 
@@ -119,9 +119,9 @@ def test_skipped_steps_are_counted_where_they_happened():
     build = run.build
 
     def with_huge_scale() -> object:
-        arm = build()
-        arm.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # halved until it fits
-        return arm
+        variant = build()
+        variant.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # halved until it fits
+        return variant
 
     run.build = with_huge_scale
     run.train()
@@ -132,37 +132,37 @@ def test_skipped_steps_are_counted_where_they_happened():
     assert result["loss_scale"] == 2.0 ** (40 - len(steps))
 
 
-def test_clipping_reaches_every_arm():
-    """With a tiny norm the weights hardly move, in any arm; without clipping they do."""
-    cases = [(arm, 1e-6, 0, 2e-4) for arm in CPU_ARMS] + [("fp32", None, 1e-3, 10)]
-    for arm, clip, least, most in cases:
+def test_clipping_reaches_every_variant():
+    """With a tiny norm the weights hardly move, in any variant; without clipping they do."""
+    cases = [(variant, 1e-6, 0, 2e-4) for variant in CPU_VARIANTS] + [("fp32", None, 1e-3, 10)]
+    for variant, clip, least, most in cases:
         options = {"momentum": 0.0, "iterations": 3, "evaluate": False, "warmup": 0.0}
-        run = run_of(dataclasses.replace(BASE, arm=arm, clip=clip, **options))
+        run = run_of(dataclasses.replace(BASE, arm=variant, clip=clip, **options))
         torch.manual_seed(0)
         before = run.build().bare_model
         run.train()
-        pairs = zip(before.parameters(), run.arm.bare_model.parameters(), strict=True)
+        pairs = zip(before.parameters(), run.variant.bare_model.parameters(), strict=True)
         moved = sum((b - a).float().square().sum().item() for a, b in pairs) ** 0.5
-        assert least <= moved <= most, (arm, clip)
+        assert least <= moved <= most, (variant, clip)
 
 
 @pytest.mark.parametrize("optimizer", some(("sgd", "adam", "adamw"), "adamw"))
 def test_levels_follow_fp32(optimizer):
-    """The same data, weights and rule in all arms: losses stay close for a while."""
+    """The same data, weights and rule in all variants: losses stay close for a while."""
     options = {"optimizer": optimizer, "lr": 1e-3, "weight_decay": 0.01, "dropout": 0.0}
     settings = dataclasses.replace(BASE, iterations=10, evaluate=False, **options)
-    losses = {a: trained(dataclasses.replace(settings, arm=a)).record.losses for a in CPU_ARMS}
-    for arm, values in losses.items():
-        assert values == pytest.approx(losses["fp32"], rel=0.03, abs=0.02), arm
+    losses = {a: trained(dataclasses.replace(settings, arm=a)).record.losses for a in CPU_VARIANTS}
+    for variant, values in losses.items():
+        assert values == pytest.approx(losses["fp32"], rel=0.03, abs=0.02), variant
 
 
 # Within an epoch, at the end of one, in the next.
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("stop_at", some((7, 12, 17), 7, 12))
-@pytest.mark.parametrize("arm", some(("fp32", "amp-fp16", "O1", "O2", "O3", "O5"), "O1", "O2"))
-def test_a_resumed_run_has_the_same_bits(arm, stop_at, tmp_path):
+@pytest.mark.parametrize("variant", some(("fp32", "amp-fp16", "O1", "O2", "O3", "O5"), "O1", "O2"))
+def test_a_resumed_run_has_the_same_bits(variant, stop_at, tmp_path):
     options = {"data": "synthetic", "synthetic_size": 384, "batch_size": 32}
-    settings = dataclasses.replace(BASE, arm=arm, optimizer="adamw", lr=1e-3, **options)
+    settings = dataclasses.replace(BASE, arm=variant, optimizer="adamw", lr=1e-3, **options)
     whole = whole_run(settings)
     saved = stopped(settings, stop_at, tmp_path)
     torch.manual_seed(1234)  # as another process would have another
@@ -170,8 +170,8 @@ def test_a_resumed_run_has_the_same_bits(arm, stop_at, tmp_path):
     assert resumed.record.losses == whole.record.losses
     results = [run.result() for run in (resumed, whole)]
     assert results[0]["test_loss"] == results[1]["test_loss"]
-    for name, value in whole.arm.bare_model.state_dict().items():
-        assert torch.equal(resumed.arm.bare_model.state_dict()[name], value), name
+    for name, value in whole.variant.bare_model.state_dict().items():
+        assert torch.equal(resumed.variant.bare_model.state_dict()[name], value), name
     assert [line["step"] for line in results[0]["evaluations"]] == [12, 24]
 
 
@@ -252,7 +252,7 @@ def test_when_a_run_has_diverged(losses, scale, skipped, said, step):
 
 
 @pytest.mark.parametrize(
-    ("arm", "scale", "said"),
+    ("variant", "scale", "said"),
     [
         ("O3", 128.0, "try O3 with --keep-batchnorm-fp32 True --loss-scale 128, or O2"),
         ("O2", 128.0, "try --loss-scale dynamic"),
@@ -260,8 +260,8 @@ def test_when_a_run_has_diverged(losses, scale, skipped, said, step):
         ("fp32", None, "try a lower --lr"),
     ],
 )
-def test_suggestions(arm, scale, said):
-    assert said in suggestion(dataclasses.replace(BASE, arm=arm, loss_scale=scale))
+def test_suggestions(variant, scale, said):
+    assert said in suggestion(dataclasses.replace(BASE, arm=variant, loss_scale=scale))
 
 
 def test_prof_writes_a_trace(tmp_path):
@@ -274,20 +274,20 @@ def test_prof_writes_a_trace(tmp_path):
     assert json.loads(result.read_text())["iterations"] == 3
 
 
-@pytest.mark.parametrize("arm_name", CPU_ARMS)
-def test_what_a_step_returns_and_whose_kernels_it_uses(arm_name):
-    """Tensors, so that no arm waits for the device; torch.amp in BF16 uses torch's kernels."""
+@pytest.mark.parametrize("variant_name", CPU_VARIANTS)
+def test_what_a_step_returns_and_whose_kernels_it_uses(variant_name):
+    """Tensors, so that no variant waits for the device; torch.amp in BF16 uses torch's kernels."""
 
     def loss_of(outputs, targets):
         ours.append(_C.half_ops())
         return nn.functional.cross_entropy(outputs.float(), targets)
 
     ours = []
-    settings = dataclasses.replace(BASE, arm=arm_name)
-    arm = build_arm(settings, nn.Linear(4, 3), loss_of, CPU)
-    for value in arm.step(torch.randn(8, 4), torch.randint(3, (8,))):
+    settings = dataclasses.replace(BASE, arm=variant_name)
+    variant = build_variant(settings, nn.Linear(4, 3), loss_of, CPU)
+    for value in variant.step(torch.randn(8, 4), torch.randint(3, (8,))):
         assert (value.dtype, value.shape) == (torch.float32, ())
-    assert ours == [arm_name not in ("fp32", "O0", "amp-bf16")]
+    assert ours == [variant_name not in ("fp32", "O0", "amp-bf16")]
 
 
 def test_a_run_without_timed_steps():
@@ -316,16 +316,22 @@ def test_memory_of_a_run_is_its_own():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_captured_steps_train_like_eager_ones(arm, optimizer, monkeypatch):
+def test_captured_steps_train_like_eager_ones(variant, optimizer, monkeypatch):
     monkeypatch.setattr(nn.functional, "dropout", lambda input, *_: input)
-    if arm == "tf32" and torch.cuda.get_device_capability() < (8, 0):
+    if variant == "tf32" and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no TF32")
     of_mnist = Settings(
         experiment="mnist",
         **{"model": "mnist_cnn", "image_size": 28, "synthetic_size": 256, "batch_size": 32},
-        **{"arm": arm, "optimizer": optimizer, "lr": 1e-3, "schedule": "linear", "iterations": 20},
+        **{
+            "arm": variant,
+            "optimizer": optimizer,
+            "lr": 1e-3,
+            "schedule": "linear",
+            "iterations": 20,
+        },
         **{"evaluate": False, "print_freq": 6, "cudnn_benchmark": False, "deterministic": True},
     )
     device, runs = torch.device("cuda", 0), []

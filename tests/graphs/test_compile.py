@@ -80,7 +80,7 @@ def everything(model, optimizer):
         scaler = amp.state_dict(optimizer=optimizer)["loss_scaler0"]
         found |= {k: torch.tensor(float(v)) for k, v in scaler.items()}
     if hasattr(optimizer, "last_step"):
-        found["skipped"] = optimizer.param_table().inspector.state_field("skipped_steps")
+        found["skipped"] = optimizer.skipped_steps["nonfinite"]
     return {name: value.detach().clone() for name, value in found.items()}
 
 

@@ -4,7 +4,8 @@
 //
 // Streams run their work at once, or, after emulation::set_deferred(true), only when someone waits
 // for it: then a staging buffer that is reused too early, or a stream that does not wait for
-// another, gives wrong results.
+// another, gives wrong results. Who waits for the device runs a block of each stream in turn, so
+// that kernels which must not share memory give wrong results, too.
 //
 // The handle of a destroyed stream is the next one's. A call that a capture forbids ends the
 // capture.
@@ -80,6 +81,14 @@ T shuffle(T value, unsigned from, const char* file, int line) {
   ::ampfuse::emulation::shuffle(value, (threadIdx.x % 32) ^ unsigned(offset), __FILE__, __LINE__)
 #define __shfl_sync(mask, value, lane) \
   ::ampfuse::emulation::shuffle(value, unsigned(lane), __FILE__, __LINE__)
+
+// Byte k of the result is the byte that the k-th hexadecimal digit names, of y's and x's.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned digits) {
+  const unsigned long long bytes = (unsigned long long)y << 32 | x;
+  unsigned made = 0;
+  for (int k = 0; k < 4; ++k) made |= unsigned(bytes >> 8 * (digits >> 4 * k & 7) & 0xff) << 8 * k;
+  return made;
+}
 
 template <class T>
 T __ldcg(const T* address) {

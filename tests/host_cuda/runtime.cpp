@@ -4,13 +4,15 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <vector>
 
 #include "cuda_runtime.h"
 
-using Work = std::function<void()>;
+// Does a part of its work and says whether that was the last: a block of a kernel, or all of it.
+using Work = std::function<bool()>;
 
 struct CUgraph_st {
   std::vector<Work> nodes;
@@ -36,13 +38,22 @@ struct CUstream_st {
   int64_t issued = 0, done = 0;
   CUgraph_st* capture = nullptr;
 
-  void run_until(int64_t position) {
-    while (done < position) {
-      Work work = std::move(queue.front());
-      queue.pop_front();
-      ++done;  // also where work() throws
-      work();
+  void run_part() {
+    bool last = true;  // also where it throws
+    try {
+      last = queue.front()();
+    } catch (...) {
+      finish_front();
+      throw;
     }
+    if (last) finish_front();
+  }
+  void run_until(int64_t position) {
+    while (done < position) run_part();
+  }
+  void finish_front() {
+    queue.pop_front();
+    ++done;
   }
 };
 
@@ -112,11 +123,27 @@ void enqueue(cudaStream_t handle, Work work) {
   if (!runtime().deferred) stream->run_until(stream->issued);
 }
 
+template <class Whole>
+Work at_once(Whole whole) {
+  return [=] {
+    whole();
+    return true;
+  };
+}
+
+// Streams take turns, block by block.
 void run_everything() {
-  runtime().default_stream->run_until(runtime().default_stream->issued);
-  for (const auto& [_, stream] : runtime().streams) stream->run_until(stream->issued);
-  for (const auto& stream : runtime().destroyed) stream->run_until(stream->issued);
-  runtime().destroyed.clear();
+  auto streams = std::exchange(runtime().destroyed, {});
+  streams.push_back(runtime().default_stream);
+  for (const auto& [_, stream] : runtime().streams) streams.push_back(stream);
+  for (bool any = true; any;) {
+    any = false;
+    for (const auto& stream : streams) {
+      if (stream->done == stream->issued) continue;
+      stream->run_part();
+      any = true;
+    }
+  }
 }
 
 }  // namespace
@@ -192,13 +219,13 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   const Lock lock(runtime().mutex);
   if (fails()) return result(cudaErrorInvalidValue);
   ++runtime().copies;
-  enqueue(stream, [=] { std::memcpy(to, from, bytes); });
+  enqueue(stream, at_once([=] { std::memcpy(to, from, bytes); }));
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
   const Lock lock(runtime().mutex);
   if (fails()) return result(cudaErrorInvalidValue);
-  enqueue(stream, [=] { std::memset(memory, value, bytes); });
+  enqueue(stream, at_once([=] { std::memset(memory, value, bytes); }));
   return cudaSuccess;
 }
 
@@ -265,8 +292,9 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   const Lock lock(runtime().mutex);
   if (!event->stream) return cudaSuccess;
-  enqueue(stream,
-          [other = event->stream, position = event->position] { other->run_until(position); });
+  enqueue(stream, at_once([other = event->stream, position = event->position] {
+            other->run_until(position);
+          }));
   return cudaSuccess;
 }
 
@@ -358,18 +386,29 @@ int64_t copy_count() { return runtime().copies; }
 int64_t wait_count() { return runtime().waits; }
 int64_t live_allocations() { return int64_t(runtime().device_memory.size()); }
 
-static void run_grid(dim3 grid, dim3 block, const std::function<void()>& thread) {
-  gridDim = grid;
-  blockDim = block;
-  const Sequence sequence(grid.x);
-  for (int64_t i = 0; i < grid.x; ++i) {
-    blockIdx.x = unsigned(sequence[i]);
-    run_block(int(block.x), [&](int index) {
+// A kernel's blocks, one at each call.
+class Grid {
+ public:
+  Grid(dim3 grid, dim3 block, std::function<void()> thread)
+      : grid_(grid), block_(block), thread_(std::move(thread)) {}
+  bool operator()() {
+    if (next_ == 0) sequence_.emplace(grid_.x);
+    gridDim = grid_;
+    blockDim = block_;
+    blockIdx.x = unsigned((*sequence_)[next_++]);
+    run_block(int(block_.x), [&](int index) {
       threadIdx.x = unsigned(index);
-      thread();
+      thread_();
     });
+    return next_ == grid_.x;
   }
-}
+
+ private:
+  dim3 grid_, block_;
+  std::function<void()> thread_;
+  std::optional<Sequence> sequence_;
+  int64_t next_ = 0;
+};
 
 cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, size_t argument_bytes,
                            std::function<void()> thread) {
@@ -377,7 +416,7 @@ cudaError_t enqueue_kernel(const cudaLaunchConfig_t& config, size_t argument_byt
   const dim3 grid = config.gridDim, block = config.blockDim;
   if (grid.x == 0 || block.x == 0 || block.x > 1024) return result(cudaErrorInvalidConfiguration);
   if (argument_bytes > 4096) return result(cudaErrorInvalidValue);
-  enqueue(config.stream, [=] { run_grid(grid, block, thread); });
+  enqueue(config.stream, Grid(grid, block, std::move(thread)));
   ++runtime().launches;
   return cudaSuccess;
 }

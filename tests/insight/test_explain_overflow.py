@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,7 +16,7 @@ import ampfuse
 from ampfuse import amp, insight, optim
 from ampfuse.async_read import Sample
 from ampfuse.insight.overflow import _SkipsInARow
-from two_processes import in_two_processes
+from programs import in_two_processes
 
 INF = math.inf
 
@@ -93,7 +94,7 @@ def masked_fill(x):
     return torch.softmax(x.masked_fill(torch.ones_like(x, dtype=torch.bool), -INF), -1)
 
 
-# By name: function, value of the input, operation, kind, a word of the remedy.
+# By name: function, value of the input, operation, kind, a word of the suggestion.
 # fmt: off
 FORWARD = {
     "softmax by hand": (softmax_by_hand, 20, "exp", "inf", "In a softmax, subtract the largest"),
@@ -129,13 +130,13 @@ BACKWARD = {
 # fmt: on
 
 
-# Attention's weights of queries and keys: what overflows, and what the remedy says instead.
+# Attention's weights of queries and keys: what overflows, and what the suggestion says instead.
 ATTENTION = {
     "matmul": lambda q, k: (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1),
     "einsum": lambda q, k: (torch.einsum("bqd,bkd->bqk", q, k) / q.shape[-1] ** 0.5).softmax(-1),
     "exp": lambda q, k: softmax_by_hand(q / q.shape[-1] ** 0.5 @ k.mT),
 }
-REMEDIES = {
+SUGGESTIONS = {
     "the query before the product, q / d**0.5 @ k.mT": lambda q, k, by: (
         q / q.shape[-1] ** 0.5 @ k.mT
     ).softmax(-1),
@@ -152,7 +153,7 @@ REMEDIES = {
     ("written", "level"),
     [(w, level) for w in ATTENTION for level in ("O1", "O2") if (w, level) != ("exp", "O1")],
 )
-def test_remedies_of_attention_help(written, level):
+def test_suggestions_for_attention_help(written, level):
     class Attention(nn.Module):
         weights = staticmethod(ATTENTION[written])
 
@@ -179,12 +180,12 @@ def test_remedies_of_attention_help(written, level):
     found = watched()  # without a backward pass
     assert found.operation == written
     by = math.ceil(found.largest_result / 65504)
-    told = [words for words in REMEDIES if words.format(by=by) in found.remedy]
+    told = [words for words in SUGGESTIONS if words.format(by=by) in found.suggestion]
     assert len(told) == (2 if written == "exp" else 3)
-    places = [found.remedy.index(words.format(by=by)) for words in told]
-    assert max(places) < found.remedy.index("BF16")
+    places = [found.suggestion.index(words.format(by=by)) for words in told]
+    assert max(places) < found.suggestion.index("BF16")
     for words in told:
-        Attention.weights = staticmethod(functools.partial(REMEDIES[words], by=by))
+        Attention.weights = staticmethod(functools.partial(SUGGESTIONS[words], by=by))
         assert watched() is None
 
 
@@ -197,7 +198,7 @@ def test_where_it_is_origin(name):
     found = explained(planted(function), x, loss)
     assert (found.phase, found.module, found.module_type) == (phase, "1", "Op")
     assert (found.operation, found.kind, found.dtype) == (operation, kind, torch.float16)
-    assert said in found.remedy
+    assert said in found.suggestion
     assert "test_explain_overflow.py" in found.line
     assert not found.is_harmless
     where = ", in" if phase == "forward" else " of"
@@ -222,7 +223,7 @@ def test_a_loss_outside_of_the_model():
     assert "lambda y: (y * y).sum()" in found.line
     found = explained(planted(lambda x: x), ones(300), lambda y: F.mse_loss(y, -y))
     assert (found.module, found.operation) == (None, "mse_loss")
-    assert "Reduce in FP32" in found.remedy
+    assert "Reduce in FP32" in found.suggestion
 
 
 @pytest.mark.parametrize("kind", ["inf", "nan"])
@@ -233,7 +234,7 @@ def test_data(kind):
     assert (found.phase, found.kind) == ("data", kind)
     assert "'input'" in found.tensor
     assert "batch element 2" in found.tensor
-    assert "Check the data" in found.remedy
+    assert "Check the data" in found.suggestion
     found = explained(planted(lambda x: x), torch.ones(4, 8), lambda y: F.mse_loss(y, x))
     assert (found.phase, found.tensor, found.module) == ("data", "an operand of mse_loss", None)
 
@@ -254,7 +255,7 @@ def test_weights_beyond_float16(level, value, kind):
             scaled.backward()
     found = watch.explanation
     assert (found.phase, found.tensor, found.kind) == ("weights", "weight", kind)
-    assert "when amp.initialize cast it to float16" in found.remedy
+    assert "when amp.initialize cast it to float16" in found.suggestion
 
 
 def with_a_bad_weight():
@@ -288,7 +289,7 @@ def test_places_that_are_no_operation(make, x, lr, expected, said):
             optimizer.step()
     found = watch.explanation
     assert (found.phase, found.module, found.tensor) == expected
-    assert said in found.remedy
+    assert said in found.suggestion
     unseen = found.operation == "an operation that torch does not show"
     assert unseen == (found.tensor == "output")
 
@@ -297,7 +298,7 @@ def test_float32_diverges():
     found = explained(planted(lambda x: x * 1e30 * 1e30), ones(), dtype=torch.float32)
     assert (found.dtype, found.operation) == (torch.float32, "mul")
     assert found.largest_result == pytest.approx(1e60)
-    assert "lower the learning rate" in found.remedy
+    assert "lower the learning rate" in found.suggestion
 
 
 def test_nothing_to_explain():
@@ -371,7 +372,7 @@ def test_a_dynamic_scale_that_adapts(kind):
     found = watch.explanation
     assert found.phase == "backward"
     assert (found.scale, found.dynamic, found.is_harmless) == (2.0**24, True, True)
-    assert found.remedy.startswith("None needed: the dynamic loss scale of 16777216 is still")
+    assert found.suggestion.startswith("None needed: the dynamic loss scale of 16777216 is still")
     skipped = 0
     for _ in range(20):
         with amp.explain_overflow(loop.model) as watch:
@@ -396,7 +397,7 @@ def test_a_static_scale_that_is_too_high(level):
 
     found = explained(2.0**24)
     assert (found.phase, found.scale, found.dynamic) == ("backward", 2.0**24, False)
-    assert "static loss scale of 16777216 is too high" in found.remedy
+    assert "static loss scale of 16777216 is too high" in found.suggestion
     assert not found.is_harmless
     # With the scale that it names there is no overflow in that place, with twice as much there is.
     origin = (found.module, found.operation)
@@ -592,9 +593,27 @@ def test_counts_on_a_device_are_not_waited_for(monkeypatch):
 # --- what is around a model -----------------------------------------------------------------------
 
 
+def explain_an_overflow():
+    """Half precision and an exp that leaves its range on the second process only."""
+    model = nn.Sequential(nn.Linear(8, 8), Op(torch.exp), nn.Linear(8, 1)).half()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(8))
+        model[0].bias.zero_()
+    model = nn.parallel.DistributedDataParallel(model)
+    explanations = []
+    for value in (20.0 * dist.get_rank(), 0.0):
+        with insight.explain_overflow(model) as watch:
+            model(torch.full((2, 8), value, dtype=torch.half)).float().sum().backward()
+            model.zero_grad()
+        explanations.append(watch.explanation)
+    found, then = explanations
+    names = ("phase", "module", "operation")
+    return {name: getattr(found, name) for name in names} | {"text": str(found), "then": then}
+
+
 def test_one_rank_of_two(tmp_path):
     """Modules have the names that they have without DistributedDataParallel."""
-    found = in_two_processes(tmp_path, "explain_an_overflow")
+    found = in_two_processes(tmp_path, explain_an_overflow)
     first, second = (each["explain_an_overflow"] for each in found)
     assert (second["phase"], second["module"], second["operation"]) == ("forward", "1", "exp")
     assert first["phase"] == "another process"

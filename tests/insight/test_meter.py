@@ -204,8 +204,8 @@ def test_planted_problems_are_found_and_no_others(dtype, options, expected):
     if options.get("lr"):
         assert any(row.stale_share > 0.99 for row in optimizer.meter.readings)
     if expected == LOST:
-        remedy, tensors = optimizer.meter.report().splitlines()[-2:]
-        assert remedy.startswith("- stale: updates below half a step")
+        suggestion, tensors = optimizer.meter.report().splitlines()[-2:]
+        assert suggestion.startswith("- stale: updates below half a step")
         assert tensors == "  100% of the updates lost since step 1: layer0, layer2"
 
 
@@ -223,7 +223,7 @@ def test_report():
 
 
 @pytest.mark.parametrize("known", ["nowhere", "by the optimizer", "by amp.initialize"])
-def test_a_report_has_each_remedy_once_and_names_where_they_are_known(known):
+def test_a_report_has_each_suggestion_once_and_names_where_they_are_known(known):
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(12)))
     unnamed = torch.optim.SGD if known == "by amp.initialize" else ampfuse.optim.SGD
     named = known == "by the optimizer"

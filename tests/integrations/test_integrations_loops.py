@@ -1,5 +1,7 @@
 """A training by each framework, at each level, against a loop of ampfuse alone: equal bits."""
 
+import unittest.mock
+
 import pytest
 import torch
 from torch import nn
@@ -21,14 +23,25 @@ from ampfuse.integrations import fabric
 from ampfuse.integrations.accelerate import initialize
 from ampfuse.integrations.lightning import AmpFuse
 from ampfuse.integrations.transformers import AmpFuseTrainer
-from cases import assert_same
+from cases import assert_same, history_of_norms
 
 EPOCHS, STEPS, PASSES = 2, 6, 2  # steps of an epoch, and backward passes for each
 OVERFLOW = 2  # the step of an epoch in which the last loss is inf, where that skips it
+SPIKE = 4  # ... and in which it is large
 MAX_NORM = 0.05
 ADAMW, RMSPROP = ampfuse.optim.AdamW, torch.optim.RMSprop
+
+
+class Guarded(ADAMW):
+    """Skips spikes, as after a hundred steps."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, skip_spikes=20.0, **options)
+        self.load_history(history_of_norms(0.1))
+
+
 RUNS = [("O0", ADAMW), ("O1", ADAMW), ("O2", ADAMW), ("O2", RMSPROP), ("O4", torch.optim.SGD)]
-RUNS += [("O5", torch.optim.AdamW)]
+RUNS += [("O5", torch.optim.AdamW), ("O5", Guarded)]
 pytestmark = pytest.mark.filterwarnings("ignore")  # their advice
 
 
@@ -54,8 +67,10 @@ class Net(nn.Module):
 def rows(level):
     """Of an epoch; four are a batch."""
     factors = torch.ones(STEPS, PASSES, 4)
-    if level in ("O1", "O2"):
+    if level not in (None, "O0"):
         factors[OVERFLOW, -1] = float("inf")
+    if level == "O5":
+        factors[SPIKE, -1] = 100.0  # which clipping makes an ordinary step if nothing skips it
     x = torch.randn(factors.numel(), 8, generator=torch.Generator().manual_seed(1))
     return [{"x": a, "factor": b} for a, b in zip(x, factors.flatten(), strict=True)]
 
@@ -201,7 +216,7 @@ class ByTransformers(Loop):
         batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": PASSES}
         run = {"num_train_epochs": EPOCHS, "max_grad_norm": MAX_NORM, "use_cpu": True}
         data = {"train_sampling_strategy": "sequential", "report_to": []}
-        arguments = TrainingArguments(**where, **batch, **run, **data, **self.options)
+        arguments = TrainingArguments(**{**where, **batch, **run, **data, **self.options})
         kind, level = Trainer, {}
         if self.level:
             kind, level = AmpFuseTrainer, {"opt_level": self.level, "amp_options": {"verbosity": 0}}
@@ -210,7 +225,7 @@ class ByTransformers(Loop):
         trainer = kind(self.model, arguments, **level)
         trainer.train(str(folder / f"checkpoint-{STEPS}") if resume else None)
         self.optimizer, self.schedule = trainer.optimizer, trainer.lr_scheduler
-        self.amp = trainer.accelerator.scaler
+        self.amp, self.logs = trainer.accelerator.scaler, trainer.state.log_history
         return self
 
 
@@ -225,11 +240,38 @@ def test_trains_clips_accumulates_skips_and_resumes_as_a_loop_does(kind, level, 
     assert_same(kind(level, make).run(tmp_path).left(), expected)
     assert_same(kind(level, make).run(tmp_path, resume=True).left(), expected)
     _, optimizer, scaler, rates = expected
-    skipped = EPOCHS * (level in ("O1", "O2"))
+    overflows = EPOCHS * (level != "O0")
+    # A step sees no spike in gradients that torch has clipped.
+    spikes = EPOCHS * (make is Guarded and kind.own_clip is clip)
     steps = {int(state.get("step", rates)) for state in optimizer["state"].values()}
-    assert steps == {rates} == {EPOCHS * STEPS - skipped}
-    scale = 2.0 ** (16 - skipped) if skipped else 1.0
+    assert steps == {rates} == {EPOCHS * STEPS - overflows - spikes}
+    assert optimizer["step_history"][1:3].tolist() == [overflows, spikes]
+    scale = 2.0 ** (16 - overflows) if level in ("O1", "O2") else 1.0
     assert scaler["loss_scaler0"]["loss_scale"] == scale
+
+
+def test_logs_count_skipped_steps(tmp_path):
+    """Those of Lightning, of Accelerate and of the Trainer."""
+    lit = ByLightning("O5", Guarded)
+    trainer = quiet_trainer(lit.amp, max_epochs=1, log_every_n_steps=STEPS * PASSES)
+    trainer.fit(Lit(lit, tmp_path / "lit.ckpt"), lit.batches)
+    logged = [{key: int(value) for key, value in trainer.logged_metrics.items()}]
+    by_accelerate = ByAccelerate("O5", Guarded)
+    by_accelerate.accelerator.clip_grad_norm_ = lambda *_: None
+    by_accelerate.epoch()
+    tracker = unittest.mock.Mock()
+    by_accelerate.accelerator.trackers = [tracker]
+    by_accelerate.accelerator.log({"loss": 1.0}, step=3)
+    (values,), options = tracker.log.call_args
+    assert values.pop("loss") == 1.0
+    assert options["step"] == 3
+    logged.append(values)
+    by_trainer = ByTransformers("O5", Guarded)
+    by_trainer.options = {"logging_steps": STEPS, "num_train_epochs": 1}
+    by_trainer.run(tmp_path)
+    names = [f"skipped_steps/{reason}" for reason in ("nonfinite", "spike")]
+    logged.append({name: by_trainer.logs[0][name] for name in names})
+    assert logged == [dict(zip(names, (1, 1), strict=True))] * 3
 
 
 @pytest.mark.parametrize("kind", [ByAccelerate, ByTransformers])

@@ -42,7 +42,7 @@ def test_shards_go_the_way_of_copies(tmp_path):
     ranks(2, __file__, tmp_path)
 
 
-def net():
+def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 17), nn.LayerNorm(17), nn.ReLU(), nn.Linear(17, 8))
 
@@ -61,15 +61,15 @@ def adamw(model):
 class Lit(lightning.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net, self.losses = net(), []
+        self.network, self.losses = network(), []
 
     def configure_model(self):
         shards = isinstance(self.trainer.strategy, strategies.ModelParallelStrategy)
         if shards and not isinstance(next(self.parameters()), DTensor):
-            shard(self.net, self.device_mesh)
+            shard(self.network, self.device_mesh)
 
     def training_step(self, x, _):
-        loss = nn.functional.mse_loss(self.net(x), x)
+        loss = nn.functional.mse_loss(self.network(x), x)
         self.losses.append(loss.item())
         return loss
 
@@ -123,7 +123,7 @@ def sharded_by_fabric(level):
     strategy = of_fabric.ModelParallelStrategy(shard, **SHARDS)
     made = lightning.Fabric(plugins=plugin, strategy=strategy, **CPUS)
     made.launch()
-    model = made.setup_module(net())
+    model = made.setup_module(network())
     model, optimizer = plugin.setup(made, model, adamw(model))
     return made, model, optimizer, {"model": model, "optimizer": optimizer, "amp": plugin}
 
@@ -134,7 +134,7 @@ def fabrics(folder):
         copied = of_fabric.DDPStrategy(process_group_backend="gloo")
         made = lightning.Fabric(plugins=plugin, strategy=copied, **CPUS)
         made.launch()
-        model = net()
+        model = network()
         expected = steps(made, *plugin.setup(made, model, adamw(model)), BATCHES)
         path = folder / f"fabric-{level}"
         made, model, optimizer, parts = sharded_by_fabric(level)
@@ -145,7 +145,7 @@ def fabrics(folder):
         made, model, optimizer, parts = sharded_by_fabric(level)
         made.load(path, parts)
         assert steps(made, model, optimizer, BATCHES[4:]) == expected[4:], level
-    model = net()
+    model = network()
     with pytest.raises(ValueError, match=r"Call model = fabric\.setup_module"):
         plugin.setup(made, model, adamw(model))
 
@@ -161,7 +161,7 @@ def accelerate(_):
             accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2, auto_wrap_policy="size_based_wrap", cpu_ram_efficient_loading=False
             )
-        model = net()
+        model = network()
         optimizer = ampfuse.optim.AdamW(model.parameters(), lr=1e-2)
         if shards:
             with pytest.raises(ValueError, match="With FSDP2 do not use a level"):

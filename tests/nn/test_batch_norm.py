@@ -224,6 +224,18 @@ def test_gradients_that_somebody_holds_are_left_alone():
     assert torch.equal(dy, w)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.filterwarnings("ignore:ampfuse's fused batch norm")
+def test_batches_are_counted(layout, dtype, device):
+    """By the kernels, and by torch where there are none."""
+    x = channels_last(4, 65, 20, 20).to(device).contiguous(memory_format=layout)
+    batches = torch.tensor(2**31 - 3, dtype=dtype, device=device)
+    for _ in range(2):
+        nn_ops().batch_norm_act(x, *[None] * 5, True, 0.1, 1e-5, True, batches)
+    assert batches.item() == 2**31 - 1
+
+
 # ---- torch ----
 
 
@@ -234,9 +246,9 @@ def test_operators_keep_torchs_contract():
     y, mask = ops.batch_norm_apply(x, None, mean, invstd, None, None, True)
     calls = {
         ops.batch_norm_moments: (x,),
-        ops.batch_norm_statistics: (x, mean.clone(), invstd.clone(), 0.1, 1e-5),
+        ops.batch_norm_statistics: (x, mean.clone(), invstd.clone(), torch.tensor(3), 0.1, 1e-5),
         ops.batch_norm_apply: (x, y, mean, invstd, weight, None, True),
-        ops.batch_norm_reduce: (y, x, mean, mask, True),
+        ops.batch_norm_reduce: (y, x, mean, invstd, mask, True),
         ops.batch_norm_dx: (y, mask, x, mean, invstd, weight, mean, mean, 32),
     }
     for op, arguments in calls.items():
@@ -294,7 +306,7 @@ def test_frozen_statistics_may_change_before_backward():
         (lambda o, x, c: o.batch_norm_moments(x.contiguous()), "channels_last"),
         (lambda o, x, c: o.batch_norm_apply(x, x.half(), c, c, None, None, True), "residual must"),
         (lambda o, x, c: o.batch_norm_apply(x, None, c[:2], c, None, None, True), "mean has 2"),
-        (lambda o, x, c: o.batch_norm_reduce(x.half(), x, c, c[:0].byte(), False), "dy must"),
+        (lambda o, x, c: o.batch_norm_reduce(x.half(), x, c, c, c[:0].byte(), False), "dy must"),
         (lambda o, x, c: o.batch_norm_dx(x, c.byte(), x, c, c, None, c, c, 1), "mask must"),
     ],
 )

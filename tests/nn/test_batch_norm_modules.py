@@ -1,4 +1,4 @@
-"""``ampfuse.nn``'s batch norms against torch's, alone and in two processes."""
+"""``ampfuse.nn.BatchNormAct2d`` against torch's batch norm."""
 
 import copy
 import pickle
@@ -11,7 +11,6 @@ from torch import nn
 
 from ampfuse.nn import BatchNormAct2d
 from cases import bf16, f16, f32, f64
-from two_processes import SYNC_CASES, in_two_processes, start, sync_inputs
 
 # Of a float32 statistic, and of results that are rounded once.
 TOLERANCE = {f64: 1e-10, f32: 1e-5, f16: 2e-3, bf16: 2e-2}
@@ -28,6 +27,16 @@ OPTIONS = {
     "frozen": ({}, lambda norm: norm.eval().requires_grad_(False)),
     "tracks no more": ({}, lambda norm: setattr(norm, "track_running_stats", False) or norm),
 }
+
+
+def start(norm):
+    """Parameters and statistics that are not 0 and 1."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in [*norm.parameters(), *norm.buffers()]:
+            if tensor.dim():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    return norm
 
 
 def images(dtype=f32, seed=0, device="cpu"):
@@ -112,36 +121,3 @@ def test_repr_copy_and_pickle():
     for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert torch.equal(other(images()), copy.deepcopy(norm)(images()))
         assert other.activation is None
-
-
-# --- in two processes ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    found = in_two_processes(tmp_path_factory.mktemp("ranks"), "sync_batch_norms")
-    return [each["sync_batch_norms"] for each in found]
-
-
-def whole_batch(kind, dtype):
-    """What the two processes compute together, by torch, in one."""
-    case = SYNC_CASES[kind]
-    x, z, factors = sync_inputs(dtype, case)
-    norm = start(nn.BatchNorm2d(4, momentum=case.get("momentum", 0.1)))
-    out = plainly(norm, x, z, relu=case["relu"])
-    (out * factors).sum().backward()
-    gradients = [x.grad] if z is None else [x.grad, z.grad]
-    return [out.detach(), *gradients], [p.grad for p in norm.parameters()], list(norm.buffers())
-
-
-@pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
-def test_two_processes_are_one_batch(results, dtype):
-    for kind in SYNC_CASES:
-        first, second = (found[f"{kind} {dtype}"] for found in results)
-        by_row, sums, equal = whole_batch(kind, dtype)
-        joined = [torch.cat(pair) for pair in zip(first["rows"], second["rows"], strict=True)]
-        assert_close(joined, by_row, dtype)
-        added = [a + b for a, b in zip(first["sums"], second["sums"], strict=True)]
-        assert_close(added, sums, dtype)
-        for found in (first, second):
-            assert_close(found["equal"], equal, dtype)

@@ -11,7 +11,7 @@ from torch import nn
 import ampfuse
 from ampfuse import amp
 from ampfuse.measuring import tensor_memory
-from ampfuse.nn import BatchNormAct2d, fuse, recompute_norms
+from ampfuse.nn import BatchNormAct2d, recompute_norms
 from cases import on_a_side_stream
 from conftest import nn_ops
 
@@ -81,7 +81,7 @@ def test_the_kernel_repeats_itself(relu, bias, device):
         assert saved(other).unpack() is other
 
 
-def test_memory_of_a_net_and_equal_steps(hardware):
+def test_memory_of_a_network_and_equal_steps(hardware):
     """Of each block's four saved images one is not kept."""
     x = image(8, 16, 32, 32, device=hardware).detach()
     peaks, ends = [], []
@@ -104,16 +104,6 @@ def test_memory_of_a_net_and_equal_steps(hardware):
     assert all(map(torch.equal, *ends))
     one_image = x.numel() * 2 / 2**20
     assert peaks[0] - peaks[1] > 5 * one_image  # the sixth is made while the rest is there
-
-
-def test_a_fused_net_as_it_is(hardware):
-    torchvision = pytest.importorskip("torchvision")
-    model = torchvision.models.resnet18(num_classes=4)
-    model.maxpool = nn.Identity()  # on a GPU it adds gradients in any order
-    fuse(model.to(hardware, memory_format=torch.channels_last))
-    x = image(2, 3, 32, 32, device=hardware)
-    kept, made = (gradients(model, x, recomputed) for recomputed in (False, True))
-    assert all(map(torch.equal, kept, made))
 
 
 def test_second_passes():

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ampfuse
 from ampfuse import amp, optim
-from cases import CODED, KINDS, LEVELS, bf16, f16, f32, make
+from cases import CODED, KINDS, LEVELS, bf16, f16, f32, history_of_norms, make
 from stepping import params_of
 from trainings import MODES, Net, fractions, integers
 
@@ -155,6 +155,23 @@ def groups_and_frozen_parameters():
     assert_same(*optimizers)
 
 
+def spikes():
+    """Of integers the sums of squares are exact, and so the same on any number of ranks."""
+    both = params_in((f32, bf16), "rows")
+    optimizers = [make("adamw", each, master_weights=True, skip_spikes=6.0) for each in both]
+    for optimizer in optimizers:
+        optimizer.load_history(history_of_norms(1.93))
+    for step in range(12):
+        for params, optimizer in zip(both, optimizers, strict=True):
+            set_gradients(params, step, 1024.0 if step in (2, 3, 7) else 1.0, infinite=step == 5)
+            optimizer.step()
+            assert int(optimizer.last_step.skipped) == {2: 2, 3: 2, 5: 1, 7: 2}.get(step, 0)
+    one, other = (each.state_dict()["step_history"] for each in optimizers)
+    assert torch.equal(one[-3:], other[-3:])
+    assert torch.equal(one[:5], other[:5])
+    assert_same(*optimizers)
+
+
 def gradients_of_other_kinds():
     """One that is placed otherwise, and one that is no DTensor."""
     mesh = mesh_of("rows")
@@ -212,11 +229,11 @@ def muon_beside_tensor_parallel_layers():
     """FSDP2 over tensor parallelism shards a dimension twice, the later first."""
     mesh = init_device_mesh(DEVICE, GRID, mesh_dim_names=("data", "tensor"))
 
-    def net():
+    def network():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 24))
 
-    whole, sharded = net(), net()
+    whole, sharded = network(), network()
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(sharded, mesh["tensor"], plan)
     fully_shard(sharded, mesh=mesh["data"])
@@ -230,15 +247,15 @@ def muon_beside_tensor_parallel_layers():
     assert_same(*optimizers)
 
 
-def nets(dtype=f32):
+def networks(dtype=f32):
     """A model whole and under FSDP2, with the same weights. One layer has too few rows for all."""
 
-    def net():
+    def network():
         torch.manual_seed(0)
         layers = [nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 1)]
         return nn.Sequential(*layers).to(dtype)
 
-    whole, sharded = net(), net()
+    whole, sharded = network(), network()
     # Gradients are added in FP32: FP16 ones would be divided before, and lose digits.
     options = {"mesh": mesh_of("rows"), "mp_policy": MixedPrecisionPolicy(reduce_dtype=f32)}
     for layer in sharded:
@@ -247,9 +264,9 @@ def nets(dtype=f32):
     return whole, fully_shard(sharded, **options)
 
 
-def nets_at(level, maker, **options):
+def networks_at(level, maker, **options):
     """Those models at a level, and an optimizer of each."""
-    models = nets()
+    models = networks()
     optimizers = [maker(model.parameters()) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         options = {"init_scale": 2.0**8, "verbosity": 0, **options}
@@ -277,7 +294,7 @@ def train_on(model, optimizer, scaler, dtype, steps):
         step_by_scaler(*losses([model], step, dtype), optimizer, scaler, infinite)
 
 
-def train_nets(models, optimizers, dtype):
+def train_networks(models, optimizers, dtype):
     for model, optimizer in zip(models, optimizers, strict=True):
         scaler = ampfuse.GradScaler(DEVICE, init_scale=2.0**8)
         train_on(model, optimizer, scaler, dtype, range(10))
@@ -300,9 +317,9 @@ def fsdp():
         (f16, {"master_weights": "split"}),
         (bf16, {"rounding": "stochastic", "state_dtype": "bf16"}),
     ]:
-        models = nets(dtype)
+        models = networks(dtype)
         optimizers = [make("adamw", model.parameters(), **options) for model in models]
-        train_nets(models, optimizers, dtype)
+        train_networks(models, optimizers, dtype)
         assert optimizers[1].last_step.overflow()["skipped_steps"] == 1
         if "rounding" not in options:
             assert_same(*optimizers)
@@ -310,7 +327,7 @@ def fsdp():
 
 def levels():
     for level, clip in itertools.product(("O0", "O1", "O2", "O4", "O5"), (False, True)):
-        models, optimizers = nets_at(level, functools.partial(make, "adamw"))
+        models, optimizers = networks_at(level, functools.partial(make, "adamw"))
         for step in range(min(FEWER, 20) if clip else FEWER):
             skips = level in ("O1", "O2") and step % 12 == 4
             for one in zip(losses(models, step), optimizers, strict=True):
@@ -321,7 +338,7 @@ def levels():
 def a_step_of_its_own():
     """Of an optimizer that amp does not fuse: on FP32 shards, and not on half ones."""
     for level in ("O1", "O4", "O5"):
-        models, optimizers = nets_at(level, functools.partial(torch.optim.RMSprop, lr=1e-3))
+        models, optimizers = networks_at(level, functools.partial(torch.optim.RMSprop, lr=1e-3))
         if level == "O5":
             with pytest.raises(TypeError, match="RMSprop is not fused"):
                 step_by_amp(losses(models, 0)[1], optimizers[1], False)
@@ -333,14 +350,14 @@ def a_step_of_its_own():
 
 
 class Loss(nn.Module):
-    """A net whose gradients are exact, so that DDP may divide FP16 ones before it adds them."""
+    """A network whose gradients are exact, so that DDP may divide FP16 ones before it adds them."""
 
     def __init__(self):
         super().__init__()
-        self.net = Net()
+        self.network = Net()
 
     def forward(self, seed, infinite):
-        return self.net.loss(seed, infinite=infinite)
+        return self.network.loss(seed, infinite=infinite)
 
 
 def share_of(loss):
@@ -378,17 +395,17 @@ def in_passes(model, optimizer, step, level, delay, together):
 def in_ddp(kind, level, delay=False, views=True, unused=False, together=False):
     """Against one process; an overflow on one rank skips the step on all."""
     case = f"{kind}, {level}, {delay=}, {views=}, {unused=}, {together=}"
-    nets_ = Loss(), Loss()
-    optimizers = [make(kind, net.parameters()) for net in nets_]
-    for net, optimizer in zip((n.net for n in nets_), optimizers, strict=True):
+    networks_ = Loss(), Loss()
+    optimizers = [make(kind, network.parameters()) for network in networks_]
+    for network, optimizer in zip((n.network for n in networks_), optimizers, strict=True):
         options = {"init_scale": 2.0**10, "growth_interval": 5, "verbosity": 0}
-        amp.initialize(net, optimizer, opt_level=level, **options)
+        amp.initialize(network, optimizer, opt_level=level, **options)
     spread = nn.parallel.DistributedDataParallel(
-        nets_[1], find_unused_parameters=unused, gradient_as_bucket_view=views
+        networks_[1], find_unused_parameters=unused, gradient_as_bucket_view=views
     )
     scalers = [optimizer._amp_session.loss_scalers[0] for optimizer in optimizers]
     for step in range(5 if QUICK else 8):
-        for model, optimizer in zip((nets_[0], spread), optimizers, strict=True):
+        for model, optimizer in zip((networks_[0], spread), optimizers, strict=True):
             in_passes(model, optimizer, step, level, delay, together)
             skips = level in ("O1", "O2") and step % 4 > 0
             assert optimizer.last_step.skipped == skips, (case, step)
@@ -396,7 +413,7 @@ def in_ddp(kind, level, delay=False, views=True, unused=False, together=False):
         if step % 2:  # measured to clip
             norms = [optimizer.last_step.grad_norm for optimizer in optimizers]
             torch.testing.assert_close(*norms, rtol=0, atol=0, equal_nan=True)
-    for one, other in zip(*(net.parameters() for net in nets_), strict=True):
+    for one, other in zip(*(network.parameters() for network in networks_), strict=True):
         assert all(torch.equal(other, same) for same in gathered(other.detach())), case
         compare(case, one.detach(), other.detach())
 
@@ -480,7 +497,9 @@ def gradients_between_passes():
 def accumulation_in_fsdp():
     """FSDP keeps gradients that it does not share, in the loss's scale: which stays meanwhile."""
     for level in ("O1", "O2"):
-        models, optimizers = nets_at(level, functools.partial(make, "sgd-all"), growth_interval=3)
+        models, optimizers = networks_at(
+            level, functools.partial(make, "sgd-all"), growth_interval=3
+        )
         for step in range(6):
             for model, optimizer in zip(models, optimizers, strict=True):
                 optimizer.zero_grad()
@@ -499,14 +518,14 @@ def accumulation_in_fsdp():
 def static_graph_and_join():
     """A rank without data goes along in DDP's collectives; an overflow skips the others' step."""
     for level in ("O1", "O2", "O5"):
-        net = nets()[0]
-        optimizer = make("adamw", net.parameters())
-        amp.initialize(net, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
-        model = nn.parallel.DistributedDataParallel(net, static_graph=level == "O2")
+        network = networks()[0]
+        optimizer = make("adamw", network.parameters())
+        amp.initialize(network, optimizer, opt_level=level, init_scale=2.0**8, verbosity=0)
+        model = nn.parallel.DistributedDataParallel(network, static_graph=level == "O2")
         with model.join():
             for step in range(4 + 2 * dist.get_rank()):
                 step_by_amp(*losses([model], step), optimizer, level != "O5" and step == 2)
-        for param in net.parameters():
+        for param in network.parameters():
             assert all(torch.equal(param, same) for same in gathered(param.detach())), level
 
 
@@ -537,10 +556,10 @@ def zero_redundancy():
     half = [(bf16, {"master_weights": "split"})]
     # (On CUDA torch's GradScaler, which scales what is not ours, takes no BF16.)
     for dtype, options in [(f32, {}), *(half if DEVICE == "cpu" else [])]:
-        models = [nets(dtype)[0] for _ in range(2)]
+        models = [networks(dtype)[0] for _ in range(2)]
         plain = optim.AdamW(models[0].parameters(), lr=1e-2, **options)
         redundant = ZeroRedundancyOptimizer(models[1].parameters(), optim.AdamW, lr=1e-2, **options)
-        train_nets(models, (plain, redundant), dtype)
+        train_networks(models, (plain, redundant), dtype)
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
             compare("the parameter", one.detach(), other.detach())
 
@@ -568,9 +587,9 @@ def resumable(name, saved=False):
     )
     make_it = functools.partial(make, OF_RESUMED.get(name, "adamw"))
     if not scaler.is_enabled():
-        (_, model), (_, optimizer) = nets_at(name[:2], make_it, **options)
+        (_, model), (_, optimizer) = networks_at(name[:2], make_it, **options)
         return model, optimizer, scaler, dtype
-    model = nets(dtype)[0 if saved and name == "saved whole" else 1]
+    model = networks(dtype)[0 if saved and name == "saved whole" else 1]
     if name == "muon":
         optimizer = optim.Muon(optim.muon_groups(model), lr=1e-2, **options)
     else:

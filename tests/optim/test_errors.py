@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import reference
-from ampfuse import _core, optim
+from ampfuse import optim
 from cases import KINDS, bf16, f16, f32, f64, make, set_grad, snapshot
 from stepping import give_gradients, parameters, params_of, refused, train, weights
 
@@ -85,12 +85,6 @@ def test_parameters_without_values_of_their_own(case):
         optimizer.step()
     assert all(map(torch.equal, good, before))
     assert not any(optimizer.state.values())
-
-
-def test_parameters_on_several_devices():
-    table = _core.C.ParamTable("adam", torch.device("cpu"))
-    with pytest.raises(RuntimeError, match=r"far is on meta.*one optimizer per device"):
-        table.add_row(torch.ones(2, device="meta"), None, "far")
 
 
 @pytest.mark.parametrize("changed", ["shape", "strides"])

@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 CASES = (
     "every_optimizer",
     "groups_and_frozen_parameters",
+    "spikes",
     "gradients_of_other_kinds",
     "every_place",
     "every_mode",

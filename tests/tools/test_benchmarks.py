@@ -191,7 +191,7 @@ def test_a_worker_measures_where_ampfuse_is_not(load):
 
 
 def test_new_rows_replace_those_of_the_same_key(load, tmp_path):
-    """In their order, or where they were; rows of arms that a case no longer has go."""
+    """In their order, or where they were; rows of variants that a case no longer has go."""
     results = load("harness.results")
     path = tmp_path / "new" / "rows.csv"
     for case, milliseconds in (("b", 1.0), ("other", 2.0), ("a, 1", 3.0), ("b", 4.0)):
@@ -344,7 +344,7 @@ def test_steps_of_the_host(main, here, tmp_path):
 
 
 @pytest.mark.slow
-def test_levels_of_the_host_and_parts_of_a_net(main, here, traced, tmp_path):
+def test_levels_of_the_host_and_parts_of_a_network(main, here, traced, tmp_path):
     path = tmp_path / "nets.csv"
     main("nets", "--host", "--quick", "--csv", path)
     assert {row["case"] for row in records(path)} == {"mlp-step", "transformer-step"}
@@ -354,18 +354,22 @@ def test_levels_of_the_host_and_parts_of_a_net(main, here, traced, tmp_path):
     main("report", path)
 
 
-@pytest.mark.parametrize("net", ["gpt", pytest.param("wrn16_4", marks=pytest.mark.slow)])
-def test_every_arm_of_a_net_takes_the_same_step(load, traced, net):
+@pytest.mark.parametrize("network", ["gpt", pytest.param("wrn16_4", marks=pytest.mark.slow)])
+def test_every_variant_of_a_network_takes_the_same_step(load, traced, network):
     """Its first loss and the update are those of FP32, as far as BF16 goes."""
-    pytest.importorskip("transformers" if net != "resnet18" else "torchvision")
+    pytest.importorskip("transformers" if network != "resnet18" else "torchvision")
     nets = load("nets")
     found = {}
     options = SimpleNamespace(host=False, device=CPU, parts=True, no_compile=False)
-    arms = {name: arm for name, arm in nets.arms_of(net, options).items() if name not in nets.KINDS}
-    assert {"torch.amp, expert", "O5, compiled", "O5, torch's loss", "O4"} < set(arms)
-    for name, make in arms.items():
+    variants = {
+        name: variant
+        for name, variant in nets.variants_of(network, options).items()
+        if name not in nets.KINDS
+    }
+    assert {"torch.amp, expert", "O5, compiled", "O5, torch's loss", "O4"} < set(variants)
+    for name, make in variants.items():
         torch.compiler.reset()
-        step = make(net, True, CPU)
+        step = make(network, True, CPU)
         losses = []
         for _ in range(3):
             losses.append(step.loss(step.x, step.y).item())
@@ -377,8 +381,8 @@ def test_every_arm_of_a_net_takes_the_same_step(load, traced, net):
         torch.testing.assert_close(losses, expected, rtol=0.01, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("net", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
-def test_an_experts_transformers_have_no_mask(load, net):
+@pytest.mark.parametrize("network", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_an_experts_transformers_have_no_mask(load, network):
     """With which torch's attention would leave its flash kernels; the logits are the same."""
     pytest.importorskip("transformers")
     models = load("harness.models")
@@ -391,7 +395,7 @@ def test_an_experts_transformers_have_no_mask(load, net):
 
     for expert in (False, True):
         torch.manual_seed(0)
-        model, words, _ = models.text_model(net, 32, small=True)
+        model, words, _ = models.text_model(network, 32, small=True)
         if expert:
             model.use_no_masks()
         torch.compiler.reset()
@@ -424,7 +428,7 @@ def test_a_fused_layer_computes_what_torchs_do(load, monkeypatch, case):
     monkeypatch.setattr(layers, "ROWS", dict.fromkeys(layers.ROWS, (8, 64)))
     small = layers.layer_of(case, "cpu")._replace(count=1)
     monkeypatch.setattr(layers, "layer_of", lambda *_: small)
-    plain, fused = (layers.Call(case, arm, CPU) for arm in ("torch", "fused"))
+    plain, fused = (layers.Call(case, variant, CPU) for variant in ("torch", "fused"))
     for y, expected in zip(
         fused.outputs(plain.layers[0]), plain.outputs(plain.layers[0]), strict=True
     ):
@@ -434,7 +438,7 @@ def test_a_fused_layer_computes_what_torchs_do(load, monkeypatch, case):
 
 
 @pytest.mark.parametrize(
-    ("task", "arm"),
+    ("task", "variant"),
     [
         ("text", "BF16, stochastic"),
         pytest.param("wide-resnet", "split, 8bit", marks=pytest.mark.slow),
@@ -442,7 +446,9 @@ def test_a_fused_layer_computes_what_torchs_do(load, monkeypatch, case):
         pytest.param("wrn16_4, Muon", "O5, split, 8bit", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_is_a_curve_with_the_trained_net_at_its_end(load, monkeypatch, tmp_path, task, arm):
+def test_a_run_is_a_curve_with_the_trained_network_at_its_end(
+    load, monkeypatch, tmp_path, task, variant
+):
     pytest.importorskip("sklearn")
     quality = load("quality")
     data = tuple(x[:32] for x in quality.TASKS[task].data())
@@ -450,7 +456,7 @@ def test_a_run_is_a_curve_with_the_trained_net_at_its_end(load, monkeypatch, tmp
         data = tuple(x[..., :8, :8] if x.dim() == 4 else x for x in data)
     short = quality.TASKS[task]._replace(steps=50, batch=2, data=lambda: data)
     monkeypatch.setitem(quality.TASKS, task, short)
-    rows = quality.train(task, arm, 0)
+    rows = quality.train(task, variant, 0)
     assert [row.step for row in rows] == list(range(2, 51, 2))
     assert all(row.loss > 0 for row in rows)
     assert [math.isnan(row.accuracy) for row in rows] == [True] * 24 + [False]
@@ -459,7 +465,7 @@ def test_a_run_is_a_curve_with_the_trained_net_at_its_end(load, monkeypatch, tmp
     quality.save(path, rows)
     assert len(records(path)) == 25
     (line,) = quality.table(load("harness.results").read(path, quality.Row))[2:]
-    assert line.startswith(f"| {task} | {arm} | {rows[-1].loss:.4g} (")
+    assert line.startswith(f"| {task} | {variant} | {rows[-1].loss:.4g} (")
     assert line.endswith(" | yes, yes |")
 
 
@@ -468,8 +474,8 @@ def test_an_arm_is_within_the_spread_of_the_first_ones_seeds(load):
     conditions = dict.fromkeys(("hardware", "torch", "ampfuse", "date"), "")
     losses = {"first": (1.0, 2.0, 3.0), "at": (4.0, 4.0, 4.0), "above": (4.0, 4.1)}
     rows = [
-        quality.Row(task="t", arm=arm, seed=seed, test_loss=loss, **conditions)
-        for arm, values in losses.items()
+        quality.Row(task="t", arm=variant, seed=seed, test_loss=loss, **conditions)
+        for variant, values in losses.items()
         for seed, loss in enumerate(values)
     ]
     assert quality.table(rows) == [

@@ -20,6 +20,7 @@ from ampfuse import _core
 from programs import python
 
 ROOT = Path(__file__).parents[2]
+PYPROJECT = ROOT / "pyproject.toml"
 
 
 @pytest.fixture
@@ -160,6 +161,27 @@ def test_what_is_imported_is_declared(probe):
     assert tops == {name.replace("-", "_") for name in declared}
 
 
+@pytest.mark.parametrize(
+    ("python", "oldest", "newest"),
+    [((3, 10), "2.11", "2.14"), ((3, 11), "2.11", "2.15"), ((3, 15), "2.15", "2.15")],
+)
+def test_a_wheel_has_the_releases_that_torch_has_for_its_python(probe, python, oldest, newest):
+    assert probe.torch_tested(python) == (oldest, newest)
+    assert probe.torch_of("torch-cpu", python) == "2.13"  # for every Python
+    first, last = (probe.release_of(release)[1] for release in (oldest, newest))
+    releases = importlib.import_module("wheel").releases(python)
+    assert releases == [f"2.{minor}" for minor in range(first, last + 1)]
+
+
+def test_pythons_are_the_same_everywhere(probe):
+    classifiers = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PYPROJECT.read_text())
+    release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert re.findall(r"^ +(3\.\d+)$", release, re.M) == classifiers
+    assert re.findall(r"python(3\.\d+)", release.split("make release")[1]) == classifiers
+    page = (ROOT / "docs" / "building.md").read_text()
+    assert f"Python {classifiers[0]} to {classifiers[-1]}" in page
+
+
 def test_all_name_the_torch_that_was_tested(probe):
     oldest, newest = probe.torch_tested()
     assert (oldest, newest) == _core.build_info.TORCH_TESTED
@@ -263,6 +285,7 @@ def test_a_source_distribution_needs_no_torch(backend, monkeypatch):
 def test_one_place_states_the_version():
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
     assert version == _core.build_info.VERSION
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_cpu_and_cuda_builds_of_one_release_are_the_same_to_us():

@@ -152,9 +152,8 @@ struct ActivationBackward : ChannelSum, Activation {
 
   HD static Partial partial(const float (&)[kCoefs], float sum, float) { return {sum}; }
 
-  template <class Sum>
-  HD static void finish(const NnArgs& args, int64_t c, const Sum& sum) {
-    const Partial* parts = args.partials_of<Partial>(c);
+  template <class Parts, class Sum>
+  HD static void finish(const NnArgs& args, int64_t c, const Parts& parts, const Sum& sum) {
     const double total = sum([&](int64_t i) HD_LAMBDA { return double(parts[i].sum); });
     if (sum.writes() && args.vectors[kDbias]) args.vectors[kDbias][c] = float(total);
   }

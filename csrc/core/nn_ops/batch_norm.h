@@ -65,10 +65,9 @@ struct BatchNormMoments : ChannelSum {
     return {coef[0], sum, squares};
   }
 
-  template <class Sum>
-  HD static void finish(const NnArgs& args, int64_t c, const Sum& sum) {
+  template <class Parts, class Sum>
+  HD static void finish(const NnArgs& args, int64_t c, const Parts& parts, const Sum& sum) {
     const ImageRows& image = args.image;
-    const Partial* parts = args.partials_of<Partial>(c);
     const double mean =
         sum([&](int64_t i) HD_LAMBDA {
           return double(image.rows_of(i)) * double(parts[i].shift) + double(parts[i].sum);
@@ -100,6 +99,7 @@ struct BatchNormMoments : ChannelSum {
     if (args.vectors[kVar]) args.vectors[kVar][c] = float(var);
     if (args.vectors[kInvstd])
       args.vectors[kInvstd][c] = float(1.0 / square_root(var + double(args.numbers[kEps])));
+    if (args.batches && c == 0) ++*args.batches;
     if (args.vectors[kRunningMean]) {
       move(args.vectors[kRunningMean][c], float(mean), momentum);
       move(args.vectors[kRunningVar][c], float(deviations / (rows - 1)), momentum);
@@ -139,11 +139,11 @@ struct BatchNormApply : ChannelMap {
   }
 };
 
-// The sums over g and over g * (x - mean); g itself, where it is wanted.
+// The sums over g and over g * (x - mean), and the weight's gradient; g itself, where it is wanted.
 struct BatchNormReduce : ChannelSum {
   static constexpr const char* kName = "batch_norm_reduce";
   enum Image { kX, kDy, kG };
-  enum Vector { kMean, kSum, kCentered };
+  enum Vector { kMean, kInvstd, kSum, kCentered, kDweight };
   static constexpr unsigned kReads = bit(kX) | bit(kDy) | kMask, kWrites = bit(kG);
   static constexpr unsigned kOptional = bit(kG);
   static constexpr int kCoefs = 1;
@@ -170,14 +170,14 @@ struct BatchNormReduce : ChannelSum {
     return {sum, centered};
   }
 
-  template <class Sum>
-  HD static void finish(const NnArgs& args, int64_t c, const Sum& sum) {
-    const Partial* parts = args.partials_of<Partial>(c);
+  template <class Parts, class Sum>
+  HD static void finish(const NnArgs& args, int64_t c, const Parts& parts, const Sum& sum) {
     const double total = sum([&](int64_t i) HD_LAMBDA { return double(parts[i].sum); });
     const double centered = sum([&](int64_t i) HD_LAMBDA { return double(parts[i].centered); });
     if (!sum.writes()) return;
     args.vectors[kSum][c] = float(total);
     args.vectors[kCentered][c] = float(centered);
+    args.vectors[kDweight][c] = float(centered) * args.vectors[kInvstd][c];
   }
 };
 

@@ -16,7 +16,8 @@
 // A sum (ChannelSum) adds two sums over the rows of each channel:
 //   add(x, coef, bits, first, second)
 //   Partial, partial()  what is kept of the sums of a span
-//   finish()   makes results of a channel's partials; sum(value) adds value(span) over its spans
+//   finish()   makes results of a channel's partials, parts[span]; sum(value) adds value(span) over
+//              its spans
 // Others walk along each row, a matrix of `rows` by `channels` in one piece (see below).
 //
 // Sums down the channels follow reduce.h: one order for every backend, thread count and vector
@@ -99,7 +100,8 @@ struct NnArgs {
     void *weight = nullptr, *bias = nullptr;
     DType dtype = DType::kNone;
   } affine;
-  void* partials = nullptr;          // of a sum: [channels][spans] of its Partial
+  int64_t* batches = nullptr;        // of a sum over a batch: counts it
+  void* partials = nullptr;          // of a sum: a Partial for each channel and span
   const int64_t* targets = nullptr;  // [rows], a column each
   int64_t ignored = 0;               // the target of a row that does not count
 
@@ -109,10 +111,6 @@ struct NnArgs {
       if (list == bit(i)) return images[i] != nullptr;
     }
     return false;
-  }
-  template <class Partial>
-  HD Partial* partials_of(int64_t c) const {
-    return static_cast<Partial*>(partials) + c * image.spans();
   }
 };
 

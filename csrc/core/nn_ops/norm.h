@@ -183,9 +183,8 @@ struct NormWeights : Norm {
     return {weight, bias};
   }
 
-  template <class Sum>
-  HD static void finish(const NnArgs& args, int64_t c, const Sum& sum) {
-    const Partial* parts = args.partials_of<Partial>(c);
+  template <class Parts, class Sum>
+  HD static void finish(const NnArgs& args, int64_t c, const Parts& parts, const Sum& sum) {
     const double weight = sum([&](int64_t i) HD_LAMBDA { return double(parts[i].weight); });
     const double bias = sum([&](int64_t i) HD_LAMBDA { return double(parts[i].bias); });
     if (!sum.writes()) return;

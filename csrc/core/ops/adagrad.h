@@ -26,7 +26,7 @@ struct AdagradOp : OptimizerOp<AdagradOp> {
     const F p = x[kParam];
     const F g = decayed_gradient(step_gradient(x, c), p, c);
     x[kSum] = fma(g, g, x[kSum]);
-    const F u = g / (sqrt(x[kSum]) + F(c.eps));
+    const F u = g * reciprocal_of_root(x[kSum], c.eps);
     x[kParam] = fma(F(-c.lr), decayed_update(u, p, c), p);
     leave(x);
   }

@@ -46,7 +46,7 @@ struct AdamOp : OptimizerOp<AdamOp> {
     x[kExpAvg] = exp_avg;
     x[kExpAvgSq] = exp_avg_sq;
     x[kMaxExpAvgSq] = max_nan(x[kMaxExpAvgSq], exp_avg_sq);
-    x[kParam] = fma(F(-c.step_size), exp_avg / (sqrt(x[kMaxExpAvgSq]) + F(c.eps)), p);
+    x[kParam] = fma(F(-c.step_size), exp_avg * reciprocal_of_root(x[kMaxExpAvgSq], c.eps), p);
     leave(x);
   }
 };

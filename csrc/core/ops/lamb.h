@@ -53,7 +53,7 @@ struct LambMaths : OptimizerOp<Self> {
   template <class F>
   HD F update(const F (&x)[kLists]) const {
     const float eps = c.eps > 0 ? c.eps : kSmallestNormal;
-    const F u = F(c.correction) * (x[kExpAvg] / (sqrt(x[kExpAvgSq]) + F(eps)));
+    const F u = F(c.correction) * (x[kExpAvg] * reciprocal_of_root(x[kExpAvgSq], eps));
     return decayed_update(u, x[kParam], c);
   }
 };

@@ -37,7 +37,8 @@ std::tuple<Tensor, Tensor> moments_pass(const Tensor& x) {
 }
 
 std::tuple<Tensor, Tensor> statistics_pass(const Tensor& x, const OptionalTensor& running_mean,
-                                           const OptionalTensor& running_var, double momentum,
+                                           const OptionalTensor& running_var,
+                                           const OptionalTensor& batches, double momentum,
                                            double eps) {
   using Op = BatchNormMoments;
   const Tensor mean = empty_vector(x), invstd = empty_vector(x);
@@ -48,6 +49,7 @@ std::tuple<Tensor, Tensor> statistics_pass(const Tensor& x, const OptionalTensor
         .vector(Op::kInvstd, invstd, "invstd")
         .vector(Op::kRunningMean, running_mean, "running_mean")
         .vector(Op::kRunningVar, running_var, "running_var")
+        .batches(batches)
         .number(Op::kMomentum, momentum)
         .number(Op::kEps, eps)
         .run<Op>();
@@ -77,27 +79,31 @@ std::tuple<Tensor, Tensor> apply_pass(const Tensor& x, const OptionalTensor& res
 }
 
 // g: for the gradient under the mask, which is not kept if it has no elements; may be dy.
-std::tuple<Tensor, Tensor> reduce_into_pass(const Tensor& dy, const Tensor& x, const Tensor& mean,
-                                            const Tensor& mask, const Tensor& g) {
+std::tuple<Tensor, Tensor, Tensor> reduce_into_pass(const Tensor& dy, const Tensor& x,
+                                                    const Tensor& mean, const Tensor& invstd,
+                                                    const Tensor& mask, const Tensor& g) {
   using Op = BatchNormReduce;
-  const Tensor sum = empty_vector(x), centered = empty_vector(x);
-  if (x.is_meta()) return {sum, centered};
+  const Tensor sum = empty_vector(x), centered = empty_vector(x), dweight = empty_vector(x);
+  if (x.is_meta()) return {sum, centered, dweight};
   PassArgs args(x);
   if (g.numel() > 0) args.image(Op::kG, g, "g");
   args.image(Op::kX, x, "x")
       .image(Op::kDy, dy, "dy")
       .mask(mask)
       .vector(Op::kMean, mean, "mean")
+      .vector(Op::kInvstd, invstd, "invstd")
       .vector(Op::kSum, sum, "sum")
       .vector(Op::kCentered, centered, "centered")
+      .vector(Op::kDweight, dweight, "dweight")
       .run<Op>();
-  return {sum, centered};
+  return {sum, centered, dweight};
 }
 
-std::tuple<Tensor, Tensor, Tensor> reduce_pass(const Tensor& dy, const Tensor& x,
-                                               const Tensor& mean, const Tensor& mask, bool keep) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> reduce_pass(const Tensor& dy, const Tensor& x,
+                                                       const Tensor& mean, const Tensor& invstd,
+                                                       const Tensor& mask, bool keep) {
   const Tensor g = keep ? empty_laid_out_as(x, x.scalar_type()) : nothing(x, x.scalar_type());
-  return std::tuple_cat(reduce_into_pass(dy, x, mean, mask, g), std::tuple(g));
+  return std::tuple_cat(reduce_into_pass(dy, x, mean, invstd, mask, g), std::tuple(g));
 }
 
 // The sums are absent where statistics are frozen. dx may be dy.
@@ -134,15 +140,17 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
   static Tensor forward(AutogradContext* context, const Tensor& x, const OptionalTensor& residual,
                         const OptionalTensor& weight, const OptionalTensor& bias,
                         const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                        bool training, double momentum, double eps, bool relu) {
+                        const OptionalTensor& batches, bool training, double momentum, double eps,
+                        bool relu) {
     // (needs_input_grad() counts the tensors that are there, not the arguments.)
     std::vector<bool> needs = {x.requires_grad()};
     for (const OptionalTensor* tensor : {&residual, &weight, &bias})
       needs.push_back(given(*tensor) && (*tensor)->requires_grad());
     Tensor mean, invstd;
     if (training) {
-      std::tie(mean, invstd) = Call<statistics_pass>::of(AMPFUSE_OP("batch_norm_statistics"), x,
-                                                         running_mean, running_var, momentum, eps);
+      std::tie(mean, invstd) =
+          Call<statistics_pass>::of(AMPFUSE_OP("batch_norm_statistics"), x, running_mean,
+                                    running_var, batches, momentum, eps);
     } else {
       // A later pass in training mode changes it, maybe before the backward pass.
       const bool any = std::any_of(needs.begin(), needs.end(), [](bool need) { return need; });
@@ -161,7 +169,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     return y;
   }
   // The count of forward()'s arguments.
-  enum { kX, kResidual, kWeight, kBias, kArguments = 10 };
+  enum { kX, kResidual, kWeight, kBias, kArguments = 11 };
 
   static bool needs(AutogradContext* context, int argument) {
     return context->saved_data["needs"].toBoolList().get(argument);
@@ -195,15 +203,15 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     const bool to_weight = needs(context, kWeight), to_bias = needs(context, kBias);
     dy = dy.contiguous(kChannelsLast);
     bool ours = is_only_ours(dy);
-    Tensor sum, centered;
+    Tensor sum, centered, dweight;
     if (training || to_weight || to_bias || to_residual) {
       if (to_residual && ours) {
-        std::tie(sum, centered) =
-            Call<reduce_into_pass>::of(AMPFUSE_OP("batch_norm_reduce_into"), dy, x, mean, mask, dy);
+        std::tie(sum, centered, dweight) = Call<reduce_into_pass>::of(
+            AMPFUSE_OP("batch_norm_reduce_into"), dy, x, mean, invstd, mask, dy);
       } else {
         Tensor g;
-        std::tie(sum, centered, g) =
-            Call<reduce_pass>::of(AMPFUSE_OP("batch_norm_reduce"), dy, x, mean, mask, to_residual);
+        std::tie(sum, centered, dweight, g) = Call<reduce_pass>::of(
+            AMPFUSE_OP("batch_norm_reduce"), dy, x, mean, invstd, mask, to_residual);
         if (to_residual) dy = g;
       }
     }
@@ -212,7 +220,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
       mask = nothing(x, at::kByte);
       ours = false;
     }
-    if (to_weight) result[kWeight] = centered * invstd;
+    if (to_weight) result[kWeight] = dweight;
     if (to_bias) result[kBias] = sum;
     if (!needs(context, kX)) return;
     const auto frozen = [&](const Tensor& t) { return training ? optional(t) : std::nullopt; };
@@ -253,13 +261,19 @@ bool has_kernels(const Tensor& x, const OptionalTensor& residual,
 Tensor batch_norm_act(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                       const OptionalTensor& bias, const OptionalTensor& running_mean,
                       const OptionalTensor& running_var, bool training, double momentum, double eps,
-                      bool relu) {
-  if (has_kernels(x, residual, {&weight, &bias, &running_mean, &running_var},
-                  training || (given(running_mean) && given(running_var)))) {
+                      bool relu, const OptionalTensor& num_batches_tracked) {
+  const bool fuses = has_kernels(x, residual, {&weight, &bias, &running_mean, &running_var},
+                                 training || (given(running_mean) && given(running_var)));
+  const bool counts = fuses && training && given(num_batches_tracked) &&
+                      num_batches_tracked->device() == x.device() &&
+                      num_batches_tracked->scalar_type() == at::kLong;
+  if (given(num_batches_tracked) && !counts) num_batches_tracked->add_(1);
+  if (fuses) {
     const OptionalTensor added =
         given(residual) ? OptionalTensor(residual->contiguous(kChannelsLast)) : std::nullopt;
     return BatchNormAct::apply(x.contiguous(kChannelsLast), added, weight, bias, running_mean,
-                               running_var, training, momentum, eps, relu);
+                               running_var, counts ? num_batches_tracked : std::nullopt, training,
+                               momentum, eps, relu);
   }
   Tensor y = at::batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps,
                             at::globalContext().userEnabledCuDNN());
@@ -271,24 +285,24 @@ AMPFUSE_LIBRARY(AMPFUSE_NAMESPACE, library) {
   library.def(
       "batch_norm_act(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, bool training, float momentum, "
-      "float eps, bool relu) -> Tensor",
+      "float eps, bool relu, Tensor(c!)? num_batches_tracked=None) -> Tensor",
       batch_norm_act);
   library.def("batch_norm_moments(Tensor x) -> (Tensor, Tensor)");
   library.def(
       "batch_norm_statistics(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "float momentum, float eps) -> (Tensor, Tensor)");
+      "Tensor(c!)? num_batches_tracked, float momentum, float eps) -> (Tensor, Tensor)");
   library.def(
       "batch_norm_apply(Tensor x, Tensor? residual, Tensor mean, Tensor invstd, Tensor? weight, "
       "Tensor? bias, bool relu) -> (Tensor, Tensor)");
   library.def(
-      "batch_norm_reduce(Tensor dy, Tensor x, Tensor mean, Tensor mask, bool keep) -> (Tensor, "
-      "Tensor, Tensor)");
+      "batch_norm_reduce(Tensor dy, Tensor x, Tensor mean, Tensor invstd, Tensor mask, bool keep) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "batch_norm_dx(Tensor dy, Tensor mask, Tensor x, Tensor mean, Tensor invstd, Tensor? weight, "
       "Tensor? sum_dy, Tensor? sum_dy_centered, SymInt count=1) -> Tensor");
   library.def(
-      "batch_norm_reduce_into(Tensor dy, Tensor x, Tensor mean, Tensor mask, Tensor(a!) g) -> "
-      "(Tensor, Tensor)");
+      "batch_norm_reduce_into(Tensor dy, Tensor x, Tensor mean, Tensor invstd, Tensor mask, "
+      "Tensor(a!) g) -> (Tensor, Tensor, Tensor)");
   library.def(
       "batch_norm_dx_into(Tensor dy, Tensor mask, Tensor x, Tensor mean, Tensor invstd, "
       "Tensor? weight, Tensor? sum_dy, Tensor? sum_dy_centered, SymInt count, Tensor(a!) dx) -> "

@@ -123,6 +123,13 @@ class PassArgs {
     return *this;
   }
 
+  // The count of batches; nothing if there is no tensor.
+  PassArgs& batches(const OptionalTensor& count) {
+    if (given(count))
+      args_.batches = pointer_to<int64_t>(*count, "num_batches_tracked", 1, x_.device());
+    return *this;
+  }
+
   // Weight and bias of one type; either may be absent, or have no elements.
   PassArgs& affine(const OptionalTensor& weight, const OptionalTensor& bias) {
     args_.affine.weight = of_columns(weight, "weight");

@@ -74,7 +74,7 @@ def is_installed(model: nn.Module) -> bool:
 
 
 # Dynamo compiles what such a frame calls, not the frame itself.
-_UNCOMPILED = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+_NOT_COMPILED = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
 
 
 def install(model: nn.Module, casts: Casts) -> None:
@@ -169,7 +169,7 @@ def _amp_class(original: Any) -> Any:
     # its own code object, as it has without amp.
     compute.__code__ = compute.__code__.replace()
     forward.__code__ = forward.__code__.replace()  # type: ignore[attr-defined]
-    dynamo.set_code_exec_strategy(forward.__code__, _UNCOMPILED)  # type: ignore[attr-defined]
+    dynamo.set_code_exec_strategy(forward.__code__, _NOT_COMPILED)  # type: ignore[attr-defined]
 
     def body(namespace: dict[str, Any]) -> None:
         namespace["forward"] = forward

@@ -122,6 +122,8 @@ class GradScaler(torch.amp.GradScaler):
             result = optimizer.step(*args, **kwargs)
         if found_inf is None:
             skipped = optimizer.last_step.skipped
+            if optimizer.skip_spikes is not None:  # of which the scale knows nothing
+                skipped = (skipped == 1).float()
             state["found_inf_per_device"] = {skipped.device: skipped}
         state["stage"] = OptState.STEPPED
         return result

@@ -35,6 +35,7 @@ from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
+from ampfuse.gpus import check_device
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
 from ampfuse.optim.options import Rule, check
@@ -111,8 +112,8 @@ def initialize(
     Raises:
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
             DistributedDataParallel; an optimizer that is initialized already, or optimizers that
-            hold no parameter of the models; parameters on the meta device; trainable half
-            parameters at a level that expects FP32 ones.
+            hold no parameter of the models; parameters on the meta device, or on one without
+            kernels; trainable half parameters at a level that expects FP32 ones.
         TypeError: `models` or `optimizers` are something else; parameters of a type that the
             optimizers do not support (float64, complex).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`;
@@ -200,6 +201,7 @@ def set_up(
     for optimizer, kind in zip(optimizer_list, masters, strict=True):
         check_upgrade(optimizer, kind)
         _check_optimizer(optimizer, policy, names)
+    _check_devices(model_list if policy.fuse else [], optimizer_list, names)
     if verbosity >= 1:
         _log.info("%s", policy)
     _check_strangers(model_list, optimizer_list, names)
@@ -341,6 +343,17 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
                     "put this parameter into a separate optimizer that does not go through "
                     "amp.initialize."
                 )
+
+
+def _check_devices(
+    fused: list[nn.Module], optimizers: list[Optimizer], names: dict[int, str]
+) -> None:
+    """Look for parameters that kernels would read where there are none."""
+    read: list[Tensor] = [p for model in fused for p in eager_module(model).parameters()]
+    read += [p for optimizer in optimizers for p in parameters(optimizer)]
+    first = {param.device: param for param in reversed(read)}
+    for device, param in first.items():
+        check_device(device, f"Parameter {names.get(id(param), 'of an optimizer')!r}")
 
 
 def _check_strangers(

@@ -180,7 +180,7 @@ _SWITCHES = {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "
 # No number, though 1 == True.
 _SWITCH = Rule(lambda value: value in ("True", "False") or value is bool(value), "True or False")
 _SPLIT_SWITCH = Rule(
-    lambda value: value == "split" or _SWITCH.holds(value), "True, False or 'split'"
+    lambda value: value == "split" or _SWITCH.accepts(value), "True, False or 'split'"
 )
 
 _LOSS_SCALE = Rule(

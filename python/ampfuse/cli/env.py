@@ -17,7 +17,7 @@ from importlib import metadata
 import ampfuse
 from ampfuse.cli import env_probes
 from ampfuse.cli.env_probes import Facts, Probe, show
-from ampfuse.hardware import core_count, cpu_flags, cpu_has_bf16, cpu_model
+from ampfuse.hardware import core_count, cpu_flags, cpu_has_bf16, cpu_model, nvidia_driver
 
 _PACKAGES = ("torch", "numpy", "scikit-learn", "matplotlib", "rich", "triton")
 # What ampfuse or torch picks code by, in Linux's names.
@@ -35,9 +35,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Print the report and return the exit status. It takes seconds, most of them for torch."""
     show(_HERE)
     sys.stdout.flush()
-    # By path, under a name of its own: as a module it would import the package first.
-    path = os.path.abspath(env_probes.__file__)
-    code = f"import runpy; runpy.run_path({path!r}, run_name='__probe__')"
+    # Under this name the package imports neither torch nor the extension.
+    code = "import sys; sys.argv[:] = 'ampfuse', 'env'"
+    code += f"; from {env_probes.__name__} import show_all; show_all()"
     try:
         # Warnings of the libraries go to stderr, which is shown only if the child crashes.
         child = subprocess.run(
@@ -79,6 +79,7 @@ def _system() -> Facts:
         "CPU cores": f"{core_count()} usable of {os.cpu_count()}",
         "CPU features": ", ".join(flags) or "unknown",
         "CPU levels": f"O4 and O5 {'are fast' if cpu_has_bf16() else 'save memory, not time'}",
+        "NVIDIA driver": nvidia_driver() or "none found",
     }
 
 

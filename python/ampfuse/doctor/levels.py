@@ -34,16 +34,16 @@ from ampfuse.measuring import ProcessMemory, StepClock
 # At equal speed: no loss scale before one, FP32 weights before half ones.
 _PREFERENCE = ("O4", "O5", "O1", "O2", "O3")
 _EQUAL = 1.05  # times nearer than that are the same; a level that gains less does not pay
-_MAX_SKIPPED = 0.05  # of the steps, once the loss scale has settled
+_MAX_SKIPPED = 0.05  # of the steps, once the loss scale is stable
 _NEGLIGIBLE = 0.01  # of the way that FP32's loss went: less is nothing one could see
 _ROUNDING = 2.0**-8  # to BF16: of a loss, and of the weights that another seed starts from
 _WINDOWS = 8  # of a curve, of which the means are compared
 _SEEDS = 2  # further trainings in FP32
 _MAX_BATCHES = 32  # that are kept of a loader
-_LEAST_STEPS = 5  # however slow a level is
+_MIN_STEPS = 5  # however slow a level is
 _FEW_STEPS = 2 * _WINDOWS  # with fewer, these means are of single steps
 # Steps in which the loss scale comes down from 2**16, and how many in a row are not skipped then.
-_TRIES, _CLEAN = 30, 3
+_MAX_ATTEMPTS, _CLEAN = 30, 3
 _ORIGINAL = "loss_function(model, batch) must use the model it is passed, which is a copy."
 
 
@@ -52,9 +52,9 @@ class Row:
     """What one level did.
 
     `losses` and `milliseconds` are those of each step. `skipped` counts steps that were left out,
-    after the loss scale had settled; `stale` has the parameters without master of which rounding
+    after the loss scale was stable; `stale` has the parameters without master of which rounding
     kept nearly all weights. `speedup` and `deviation` compare with O0, `allowed` is the deviation
-    that counts as none, and `objection` says why the level is not to be used.
+    that counts as none, and `blocker` says why the level is not to be used.
     """
 
     level: str
@@ -62,7 +62,7 @@ class Row:
     milliseconds: tuple[float, ...] = ()
     skipped: int = 0
     stale: tuple[str, ...] = ()
-    objection: str | None = None
+    blocker: str | None = None
     speedup: float = math.nan
     deviation: float = math.nan
     allowed: float = math.nan
@@ -90,7 +90,7 @@ class Advice:
                 *(str(len(row.losses)), figures(row.median, 3), f"{row.speedup:.2f}x"),
                 *(figures(row.deviation, 2), figures(row.allowed, 2), str(row.skipped)),
             )
-            remark = "<- recommended" if row.level == self.level else row.objection or ""
+            remark = "<- recommended" if row.level == self.level else row.blocker or ""
             lines.append((row.level, *(cells if row.losses else [""] * 6), remark))
         table = "\n".join(aligned(lines, left=(0, 7)))
         return f"On {self.device}:\n{table}\n\nTrain at {self.level}: {self.reason}"
@@ -142,7 +142,7 @@ def advise(
         others = [level for level in levels if level != "O0"]
         run = functools.partial(task.run, seconds=seconds / (1 + len(others) + _SEEDS))
         reference = run("O0", steps)
-        if problem := reference.objection or _not_finite(reference):
+        if problem := reference.blocker or _not_finite(reference):
             raise ValueError(f"This training already fails in FP32 (O0): {problem}.")
         steps = len(reference.losses)
         rows = [run(level, steps) for level in others]
@@ -162,8 +162,8 @@ def _check(model: nn.Module, optimizer: Any, levels: Sequence[str], **positive: 
             "undone. Call advise before amp.initialize, on a new model and optimizer."
         )
     stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
-    remedy = "Create it from model.parameters(), or put all it trains into one module."
-    inputs.check_owned(model, stepped, remedy)
+    suggestion = "Create it from model.parameters(), or put all it trains into one module."
+    inputs.check_owned(model, stepped, suggestion)
     if unknown := [level for level in levels if level not in LEVELS]:
         raise ValueError(f"Unknown level {unknown[0]!r}; the levels are {', '.join(LEVELS)}.")
     if wrong := [name for name, value in positive.items() if not value > 0]:
@@ -201,17 +201,17 @@ class _Task:
         end = time.perf_counter() + seconds
         try:
             with sessions.set_aside():  # each as if it were the first
-                scale = 1.0 if seed else self._settled_scale(level)
+                scale = 1.0 if seed else self._stable_scale(level)
                 if scale is None:
-                    overflows = f"gradients overflow at every loss scale ({_TRIES} steps)"
-                    return Row(level, objection=overflows)
+                    overflows = f"gradients overflow at every loss scale ({_MAX_ATTEMPTS} steps)"
+                    return Row(level, blocker=overflows)
                 return self._run(level, steps, end, scale, seed)
         except Exception as error:
             if level == "O0":
                 raise
             # Its first line alone: the error itself would keep the copies in memory.
             first_line = (str(error).splitlines() or [""])[0]
-            return Row(level, objection=f"{type(error).__name__}: {first_line}".rstrip(": "))
+            return Row(level, blocker=f"{type(error).__name__}: {first_line}".rstrip(": "))
 
     def _run(self, level: str, steps: int, end: float, scale: float, seed: int) -> Row:
         _seed(seed)
@@ -226,7 +226,7 @@ class _Task:
         for batch in itertools.islice(itertools.cycle(batches), steps):
             losses.append(step(batch))
             clock.mark()
-            if len(losses) >= _LEAST_STEPS and time.perf_counter() > end:
+            if len(losses) >= _MIN_STEPS and time.perf_counter() > end:
                 break
         times, skipped, stale = clock.flush(), _skipped(optimizer), ()
         if LEVELS[level].model_is_low_precision and not LEVELS[level].master_weights:
@@ -237,12 +237,12 @@ class _Task:
                 stale = tuple(row.parameter for row in rows)
         return Row(level, tuple(torch.stack(losses).tolist()), tuple(times), skipped, stale)
 
-    def _settled_scale(self, level: str) -> float | None:
+    def _stable_scale(self, level: str) -> float | None:
         """Where a dynamic loss scale comes down to; None if it finds none. Kernels are chosen."""
         _seed(0)
         model, optimizer, step = self._start(level)
         clean = 0
-        for batch in itertools.islice(itertools.cycle(self.batches), _TRIES):
+        for batch in itertools.islice(itertools.cycle(self.batches), _MAX_ATTEMPTS):
             skipped = _skipped(optimizer)
             step(batch, functools.partial(inputs.call, self._loss_function))
             if all(parameter.grad is None for parameter in model.parameters()):
@@ -325,7 +325,7 @@ def conclude(rows: Sequence[Row], seeded: Sequence[Row], batches: int, device: s
 
 
 def _judged(row: Row, reference: Row, seeded: Sequence[Row], batches: int) -> Row:
-    if row.objection is not None:
+    if row.blocker is not None:
         return row
     steps = len(row.losses)
     curves = [each.losses[:steps] for each in (reference, *seeded)]
@@ -334,12 +334,12 @@ def _judged(row: Row, reference: Row, seeded: Sequence[Row], batches: int) -> Ro
     way, loss = max(means) - min(means), max(map(abs, means))
     allowed = max(spread, _NEGLIGIBLE * way, _ROUNDING * loss)
     deviation = distance(row.losses, reference.losses, batches)
-    objection = _objection_to(row, deviation, allowed)
+    blocker = _blocker_of(row, deviation, allowed)
     speedup = reference.median / row.median
-    return replace(row, speedup=speedup, deviation=deviation, allowed=allowed, objection=objection)
+    return replace(row, speedup=speedup, deviation=deviation, allowed=allowed, blocker=blocker)
 
 
-def _objection_to(row: Row, deviation: float, allowed: float) -> str | None:
+def _blocker_of(row: Row, deviation: float, allowed: float) -> str | None:
     if problem := _not_finite(row):
         return problem
     if row.skipped > _MAX_SKIPPED * len(row.losses):
@@ -377,13 +377,13 @@ def _not_finite(row: Row) -> str | None:
 
 def _recommend(rows: Sequence[Row]) -> tuple[str, str]:
     """The level, and the reason for it."""
-    good = [row for row in rows if row.objection is None and row.level != "O0"]
+    good = [row for row in rows if row.blocker is None and row.level != "O0"]
     fastest = min(good, key=lambda row: row.median, default=None)
     worth = max(_EQUAL, fastest.speedup if fastest else 0)
     rejected = [
-        f" {row.level} is {row.speedup:.2f}x as fast, but: {row.objection}."
+        f" {row.level} is {row.speedup:.2f}x as fast, but: {row.blocker}."
         for row in rows
-        if row.objection and row.speedup > worth
+        if row.blocker and row.speedup > worth
     ]
     if fastest is None:
         level, why = "O0", "every other level failed a check, or none was tried."

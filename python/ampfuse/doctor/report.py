@@ -28,7 +28,7 @@ from ampfuse.insight.reports import Finding, figures
 from ampfuse.measuring import StepClock
 from ampfuse.optim.fused import FUSED
 
-LEAST_GAIN = 1.05  # below that, noise decides
+MIN_GAIN = 1.05  # below that, noise decides
 # What bounds a step that spends most of its time on these kinds of work.
 BOUNDS = {
     "data loading": ("data",),
@@ -78,17 +78,17 @@ class Report:
         return sum(share.share for share in self.shares if share.kind in kinds)
 
     @property
-    def verdict(self) -> str:
+    def bottleneck(self) -> str:
         """What bounds the step: a key of ``BOUNDS``."""
         return max(BOUNDS, key=lambda bound: self.share_of(*BOUNDS[bound]))
 
     @property
     def sentence(self) -> str:
-        """The verdict in words."""
-        kind = max(BOUNDS[self.verdict], key=self.share_of)
+        """The bottleneck in words."""
+        kind = max(BOUNDS[self.bottleneck], key=self.share_of)
         share = f"{LABELS[kind]} takes {self.share_of(kind):.0%} of the time"
         pays = "" if self.advice else ". No change that the doctor knows would help"
-        return f"bound by {self.verdict}: {share}{pays}"
+        return f"bound by {self.bottleneck}: {share}{pays}"
 
     @property
     def half_limit(self) -> float:
@@ -146,7 +146,7 @@ class Report:
         lines += [f"  {line}" for line in self.waits[:10]]
         lines += ["\nWhat would help most:"] if self.advice else []
         for place, one in enumerate(self.advice[:5], 1):
-            lines += [f"  {place}. {one.found}: {one.kind}", f"     {one.remedy}"]
+            lines += [f"  {place}. {one.found}: {one.kind}", f"     {one.suggestion}"]
         return "\n".join(lines)
 
 
@@ -266,12 +266,12 @@ RULES: tuple[tuple[str, str, Callable[[Report], bool], tuple[str, ...], float], 
 def find(report: Report) -> list[Finding]:
     """What pays by the `RULES`."""
     found = []
-    for what, remedy, applies, kinds, part in RULES:
+    for what, suggestion, applies, kinds, part in RULES:
         is_half = "matrix" in kinds
         ms = report.full_ms(*kinds) if is_half else report.share_of(*kinds) * report.step_ms
         gain, basis = report.gain_of(part * ms), "at most" if part == 1 else "about"
-        if gain >= LEAST_GAIN and applies(report):
-            found.append(Finding(what, remedy, found=f"{basis} {gain:.2f}x", gain=gain))
+        if gain >= MIN_GAIN and applies(report):
+            found.append(Finding(what, suggestion, found=f"{basis} {gain:.2f}x", gain=gain))
     return found
 
 
@@ -316,8 +316,8 @@ def compare_attention(report: Report, profile: Profile) -> list[Finding]:
     gain = report.gain_of((1 + len(others)) / len(profile.steps) * (medians[used] - medians[best]))
     chosen = ", ".join(str(_BACKENDS[name]) for name in (best, used))
     line = f"with torch.nn.attention.sdpa_kernel([{chosen}], set_priority=True):"
-    remedy = f"around the steps: {line}"
-    return [Finding(f"attention by {best}", remedy, found=f"measured {gain:.2f}x", gain=gain)]
+    suggestion = f"around the steps: {line}"
+    return [Finding(f"attention by {best}", suggestion, found=f"measured {gain:.2f}x", gain=gain)]
 
 
 def measure_attention(event: Event, device: torch.device) -> dict[str, list[float]]:

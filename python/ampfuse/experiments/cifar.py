@@ -19,15 +19,15 @@ _SGD = {"optimizer": "sgd", "momentum": 0.9}
 _HALF = (0.5, 0.5, 0.5)
 
 
-def _e3(arm: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+def _e3(variant: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     settings = {
         **{"batch_size": 512, "epochs": 25, "clip": 1.0, "augment": True, "schedule": "linear"},
         **{"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "warmup": 0.1},
     }
-    if arm == "O3":
+    if variant == "O3":
         return {**settings, **_SGD, "lr": 0.1}
     # The published comparison doubled batch and epochs together with the level.
-    larger = arm == "O2" and flags["model"] == "densenet161"
+    larger = variant == "O2" and flags["model"] == "densenet161"
     return {**settings, "batch_size": 1024, "epochs": 50} if larger else settings
 
 

@@ -16,7 +16,7 @@ from ampfuse.experiments.run import sweep
 from ampfuse.experiments.settings import Recipe, Script
 
 
-def _e4(arm: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+def _e4(variant: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     in_epochs = "epochs" in flags
     return {
         **{"batch_size": 128, "iterations": 360, "image_size": 224, "augment": True},

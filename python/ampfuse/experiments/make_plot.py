@@ -59,9 +59,9 @@ def _rows(args: argparse.Namespace) -> list[Row]:
 def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
     """All figures of all models by name, such as "CIFAR - Time" or "ImageNet resnet18 - Memory
     (std)", except those without values."""
-    net, found = operator.itemgetter("experiment", "model"), {}
-    for experiment, model in dict.fromkeys(map(net, rows)):
-        ours = [row for row in rows if net(row) == (experiment, model)]
+    network, found = operator.itemgetter("experiment", "model"), {}
+    for experiment, model in dict.fromkeys(map(network, rows)):
+        ours = [row for row in rows if network(row) == (experiment, model)]
         title = EXPERIMENTS.get(experiment, experiment)
         # The main model of an experiment is not named, as in E1's names.
         if model not in ("vgg16", "mnist_cnn", "mlp") and experiment != "demo":

@@ -5,7 +5,7 @@ the published ones. Every row says whose it is.
   make_table e2       Wide-ResNet-28-10 on CIFAR-10 at O0 to O3
   make_table e3       SE-ResNeXt50 and DenseNet161 on CIFAR-10
   make_table e4       ResNets on ImageNet: images per second, loss
-  make_table e5       a perceptron and a CNN for MNIST: time, memory
+  make_table e5       an MLP and a CNN for MNIST: time, memory
 """
 
 # The module's docstring is the text of `make_table --help`. Nothing heavy is imported up here.

@@ -1,4 +1,4 @@
-"""A perceptron of three layers, 4096 wide, as in torch's AMP recipe (E5 of docs/experiments.md).
+"""An MLP of three layers, 4096 wide, as in torch's AMP recipe (E5 of docs/experiments.md).
 
 python -m ampfuse.experiments.mlp --arm fp32 amp-fp16 O2
 """

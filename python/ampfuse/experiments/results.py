@@ -135,7 +135,7 @@ def _order(row: Row) -> tuple[object, ...]:
 # ---- choosing ------------------------------------------------------------------------------------
 
 # Flag, type and help by the column.
-_WISHES: dict[str, tuple[str, type, str]] = {
+_FILTERS: dict[str, tuple[str, type, str]] = {
     "recipe": ("--recipe", str, "e1 to e5"),
     "experiment": ("--experiment", str, ", ".join(EXPERIMENTS)),
     "model": ("--model", str, "vgg16, resnet50, ..."),
@@ -147,26 +147,26 @@ _WISHES: dict[str, tuple[str, type, str]] = {
 }
 
 
-def select(rows: Sequence[Row], **wishes: Sequence[Any]) -> list[Row]:
-    """The `rows` that fit `wishes`: lists of values by the column, of which an empty one fits all.
+def select(rows: Sequence[Row], **filters: Sequence[Any]) -> list[Row]:
+    """The `rows` that fit `filters`: lists of values by the column, of which an empty one fits all.
     GPUs and methods come in the order given. Raises UsageError for a value without rows."""
     found = list(rows)
-    for field, wanted in wishes.items():
+    for field, wanted in filters.items():
         there = dict.fromkeys(row[field] for row in found)
         if missing := [wish for wish in wanted if wish not in there]:
             shown = listed(one for one in there if one is not None)
-            flag = _WISHES[field][0]
+            flag = _FILTERS[field][0]
             raise UsageError(f"{flag} {listed(missing)}: no such results; there are {shown}")
         found = [row for row in found if not wanted or row[field] in wanted]
     for field in ("method", "gpu"):
-        if wanted := wishes.get(field):
+        if wanted := filters.get(field):
             found.sort(key=lambda row: wanted.index(row[field]))
     return found
 
 
 def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
     """Add the flags that choose results to a command."""
-    for field, (flag, kind, what) in _WISHES.items():
+    for field, (flag, kind, what) in _FILTERS.items():
         if field != "recipe" or recipe:
             options = {"type": kind, "metavar": field.upper(), "help": f"{what} (default: all)"}
             parser.add_argument(flag, dest=field, nargs="+", default=[], **options)
@@ -176,7 +176,7 @@ def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
 
 def chosen(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
     """The `rows` that fit the flags of :func:`add_selection`."""
-    return select(rows, **{field: getattr(args, field, []) for field in _WISHES})
+    return select(rows, **{field: getattr(args, field, []) for field in _FILTERS})
 
 
 def file_name(text: str) -> str:

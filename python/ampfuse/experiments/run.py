@@ -29,11 +29,11 @@ import ampfuse
 from ampfuse.command_line import UsageError, check_installed, check_writable, status_of
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import distributed, make_table, models
-from ampfuse.experiments.arms import Arm, build_arm, squared_error
 from ampfuse.experiments.data import Data, open_data
 from ampfuse.experiments.distributed import World
 from ampfuse.experiments.results import FORMAT, Result, Row, file_name, listed, rows_of
-from ampfuse.experiments.settings import ARMS, MADE_UP, Script, Settings, parse, runs_of
+from ampfuse.experiments.settings import MADE_UP, VARIANTS, Script, Settings, parse, runs_of
+from ampfuse.experiments.variants import Variant, build_variant, squared_error
 from ampfuse.files import atomic
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, StepClock, tensor_memory
@@ -108,8 +108,8 @@ class Run:
         torch.backends.cudnn.deterministic = settings.deterministic
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
 
-    def build(self) -> Arm:
-        """A new network with an optimizer, in the precision of the run's arm."""
+    def build(self) -> Variant:
+        """A new network with an optimizer, in the precision of the run's variant."""
         of, data = self.settings, self.data
         distributed.check(of, self.world, self.device)
         sizes = {name: getattr(data, name) for name in ("classes", "channels", "image_size")}
@@ -124,11 +124,11 @@ class Run:
         if of.fsdp:
             distributed.shard(model, separate_norms=of.arm in distributed.HALF_LEVELS)
         loss_of = squared_error if of.model == "mlp" else F.cross_entropy
-        arm = build_arm(of, model, loss_of, self.device)
+        variant = build_variant(of, model, loss_of, self.device)
         if self.world.size > 1 and not of.fsdp:
             ids = [self.device.index] if self.device.type == "cuda" else None
-            arm.model = nn.parallel.DistributedDataParallel(arm.model, device_ids=ids)
-        return arm
+            variant.model = nn.parallel.DistributedDataParallel(variant.model, device_ids=ids)
+        return variant
 
     # ---- the training ----------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Run:
         """Train to the end of the run; test and save after each epoch. Raises Diverged."""
         from tqdm import tqdm
 
-        self.arm = arm = self._start()
+        self.variant = variant = self._start()
         of = self.settings
         title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
         hidden = None if self.world.is_main else True  # None: hidden unless in a terminal
@@ -147,12 +147,12 @@ class Run:
                 epoch, start = divmod(self.step, self.data.batches_per_epoch)
                 left = self.total - self.step
                 for inputs, targets in islice(self.data.train_batches(epoch, start), left):
-                    arm.set_lr(self._lr(self.step))
-                    self._note(*arm.step(inputs, targets))  # nothing here waits for the device
+                    variant.set_lr(self._lr(self.step))
+                    self._note(*variant.step(inputs, targets))  # nothing here waits for the device
                 self._end_epoch()
 
-    def _start(self) -> Arm:
-        """The arm to train, in the state of the checkpoint. The first of two models warms up:
+    def _start(self) -> Variant:
+        """The variant to train, in the state of the checkpoint. The first of two models warms up:
         libraries choose and compile kernels in its steps, which are not timed."""
         world, measure = self.world, self.place.measure_tensors
         self.memory.release()
@@ -164,13 +164,13 @@ class Run:
         del warm_up
         self._tensors = tensors and int(tensors.mib * 2**20)
         self.memory.start()
-        torch.manual_seed(self.seed)  # every arm starts from the same weights
-        arm = self.build()
+        torch.manual_seed(self.seed)  # every variant starts from the same weights
+        variant = self.build()
         if world.size > 1:  # from here on, each process draws its own random numbers
             torch.manual_seed(self.seed + 1000 * world.rank)
         if self.resume:
-            _restore(arm, self.resume, world.rank)
-        return arm
+            _restore(variant, self.resume, world.rank)
+        return variant
 
     def _profile(self) -> contextlib.AbstractContextManager[Any]:
         if not (self.place.profile and self.stem and self.world.is_main):
@@ -199,8 +199,8 @@ class Run:
         """Test and save, if that was asked for."""
         record = self.record
         if self.settings.evaluate:
-            with distributed.gathered(self.arm.bare_model):
-                sums = self.arm.test(self.data.test_batches())
+            with distributed.gathered(self.variant.bare_model):
+                sums = self.variant.test(self.data.test_batches())
             loss, right, images = self.world.sum(sums)
             accuracy = right / images if self.data.classes else None
             test = {"loss": loss / images, "accuracy": accuracy}
@@ -250,7 +250,7 @@ class Run:
 
     def save(self) -> None:
         """Replace the run's checkpoint. All processes must call this."""
-        model, optimizer = distributed.states_of(self.arm.bare_model, self.arm.optimizer)
+        model, optimizer = distributed.states_of(self.variant.bare_model, self.variant.optimizer)
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -260,7 +260,7 @@ class Run:
             "step": self.step,
             "model": model,
             "optimizer": optimizer,
-            "scaler": self.arm.scaler.state_dict(),
+            "scaler": self.variant.scaler.state_dict(),
             "rng": self.world.gather(rng),
             "record": dataclasses.asdict(self.record),
         }
@@ -293,13 +293,13 @@ class Run:
             **{name: ms and images / ms * 1e3 for name, ms in step_ms.items()},
             "loss_last": record.losses[-1] if record.losses else None,
             "loss_mean": mean_of_finite(record.losses),
-            "loss_scale": self.arm.loss_scale(),
+            "loss_scale": self.variant.loss_scale(),
             "skipped_steps": record.skipped_steps,
             "diverged": diverged and {**vars(diverged), "suggestion": suggestion(of)},
             "conditions": {  # what repeats have in common, except the fields above
                 **{name: settings[name] for name in settings if name not in _NO_CONDITION},
                 **self.data.describe(),
-                **self.arm.policy,
+                **self.variant.policy,
                 **{"world_size": self.world.size, "device": device_name(self.device)},
                 **{"torch": str(torch.__version__), "ampfuse": ampfuse.__version__},
                 "cuda": torch.version.cuda,
@@ -385,21 +385,23 @@ def position(runs: Sequence[Settings], resume: dict[str, Any] | None, world: Wor
     return differences.index(nearest)
 
 
-def _restore(arm: Arm, saved: dict[str, Any], rank: int) -> None:
-    """Restore `arm` and the random number generators from a checkpoint."""
+def _restore(variant: Variant, saved: dict[str, Any], rank: int) -> None:
+    """Restore `variant` and the random number generators from a checkpoint."""
     try:
-        distributed.load_states(arm.bare_model, arm.optimizer, saved["model"], saved["optimizer"])
-        arm.scaler.load_state_dict(saved["scaler"])
+        distributed.load_states(
+            variant.bare_model, variant.optimizer, saved["model"], saved["optimizer"]
+        )
+        variant.scaler.load_state_dict(saved["scaler"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         why = " ".join(str(error).split())
         raise UsageError(f"--resume: the checkpoint does not fit the model: {why}") from error
-    for group in arm.optimizer.param_groups:
+    for group in variant.optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # a captured step reads it from its device
-            group["lr"] = group["lr"].to(arm.device)
+            group["lr"] = group["lr"].to(variant.device)
     rng = saved["rng"][rank]
     torch.set_rng_state(rng["cpu"])
-    if "cuda" in rng and arm.device.type == "cuda":
-        torch.cuda.set_rng_state(rng["cuda"], arm.device)
+    if "cuda" in rng and variant.device.type == "cuda":
+        torch.cuda.set_rng_state(rng["cuda"], variant.device)
 
 
 # ---- a command -----------------------------------------------------------------------------------
@@ -508,5 +510,5 @@ _COLUMNS += ("accuracy, %", "skipped", "scale", "outcome")
 
 def table(rows: Sequence[Row], columns: Sequence[str] = _COLUMNS) -> str:
     """The `rows` of a command, with explanations of their methods."""
-    meanings = {f"{row['method']}: {ARMS[row['conditions']['arm']]}": None for row in rows}
+    meanings = {f"{row['method']}: {VARIANTS[row['conditions']['arm']]}": None for row in rows}
     return "\n".join(["", make_table.table(rows, columns), "", *meanings])

@@ -17,7 +17,7 @@ import torch
 from ampfuse import hardware
 from ampfuse.command_line import OneLineParser, UsageError, at_least, positive
 
-ARMS = {
+VARIANTS = {
     "fp32": "FP32, TF32 off",
     "tf32": "FP32 weights, TF32 products",
     "amp-fp16": "torch.amp, FP16 with GradScaler",
@@ -29,7 +29,7 @@ ARMS = {
     "O4": "ampfuse, BF16 autocast",
     "O5": "ampfuse, BF16 + masters",
 }
-LEVELS = tuple(ARMS)[4:]
+LEVELS = tuple(VARIANTS)[4:]
 HALF_LEVELS = ("O2", "O3", "O5")  # with half weights
 _FUSED = ("O1", "O2", "O4", "O5")  # fuse batch norms by default
 _MODES = {"FP32": "fp32", "FP16": "O2", "amp": "O1"}  # E1's names
@@ -59,7 +59,7 @@ def option(default: Any, help: str = "", *names: str, **kind: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One run: one arm, one batch size, one repeat.
+    """One run: one variant, one batch size, one repeat.
 
     `recipe` is None if these settings were not published together; `method` is the arm's name in
     tables. `loss_scale` is a number, "dynamic", or None for the arm's default. `mean` and `std` of
@@ -93,7 +93,7 @@ class Settings:
     batch_size: int = option(128, "per process; one or several", "-b", nargs="+", **_COUNT)
     epochs: int | None = option(None, "passes over the training data", **_COUNT)
     iterations: int | None = option(None, "training steps", "--iteration", **_COUNT)
-    repeats: int = option(1, "runs of each arm, with different seeds", **_COUNT)
+    repeats: int = option(1, "runs of each variant, with different seeds", **_COUNT)
     seed: int = option(0, "seed of the first repeat (default: 0)", type=int, metavar="N")
     optimizer: str = option("sgd", choices=("sgd", "adam", "adamw"))
     lr: float = option(0.01, type=positive, metavar="X")
@@ -116,7 +116,7 @@ _LENGTH = {"epochs", "iterations"}
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The published settings of one experiment, or a function of (arm, flags) that returns them.
+    """The published settings of one experiment, or a function of (variant, flags).
 
     `cpu` makes a run of seconds to minutes without a GPU. `ours` names the settings that the
     write-up does not mention.
@@ -151,7 +151,9 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     for recipe in script.recipes:
         text += f"  {recipe.name}  {recipe.title}\n      models: {', '.join(recipe.models)}\n"
         text += f"      not published, chosen here: {recipe.ours}\n" if recipe.ours else ""
-    text += "\nArms:" + "".join(f"\n  {arm:<9} {what}" for arm, what in ARMS.items())
+    text += "\nVariants:" + "".join(
+        f"\n  {variant:<9} {what}" for variant, what in VARIANTS.items()
+    )
     look = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog=prog, description=text, formatter_class=look, allow_abbrev=False)
     add = parser.add_argument_group("what to train").add_argument
@@ -162,13 +164,13 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     add("--data", metavar="PATH|digits|synthetic", help=data)
     add("folder", nargs="?", metavar="DATA", help="the same as --data")
     add("--download", **_ON, help="create the folder of --data, download MNIST or CIFAR-10")
-    arms = "one or several, or all (default: FP32 and O2, or O5 on a CPU)"
-    add("--arm", nargs="+", choices=(*ARMS, "all"), metavar="ARM", help=arms)
+    variants = "one or several, or all (default: FP32 and O2, or O5 on a CPU)"
+    add("--arm", nargs="+", choices=(*VARIANTS, "all"), metavar="ARM", help=variants)
     modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
     add("--mode", choices=tuple(_MODES), help=modes)
     add("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --arm O1")
     add("--fp16", **_ON, help="E4's name for O2 with a static scale")
-    add("--loss-scale", type=scale, metavar="N|dynamic", help="for arms that scale the loss")
+    add("--loss-scale", type=scale, metavar="N|dynamic", help="for variants that scale the loss")
     add("--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--GPU", metavar="NAME", help="name of the device in results (default: its own)")
@@ -195,7 +197,7 @@ def runs_of(
     args: argparse.Namespace, script: Script, device: torch.device
 ) -> tuple[list[Settings], str]:
     """The runs that `args` ask for, in order, and a note on sizes that a CPU changed."""
-    arms, method, loss_scale = _precision(args, device)
+    variants, method, loss_scale = _precision(args, device)
     if args.graph and device.type != "cuda":
         raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
     if args.epochs and args.iterations:
@@ -215,9 +217,9 @@ def runs_of(
     runs: list[Settings] = []
     for size in dict.fromkeys(flags.pop("batch_size", [None])):
         flags |= {"batch_size": size} if size else {}
-        of_arm = [flags | {"arm": arm, "method": method or arm} for arm in arms]
-        of_size = [_resolved(recipe, one, device) for one in of_arm]
-        # Arms take turns, so that other load of the machine affects all of them alike.
+        of_variant = [flags | {"arm": variant, "method": method or variant} for variant in variants]
+        of_size = [_resolved(recipe, one, device) for one in of_variant]
+        # Variants take turns, so that other load of the machine affects all of them alike.
         repeats = range(of_size[0].repeats)
         runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
     small = {n: v for n, v in recipe.cpu.items() if n != "repeats" and getattr(runs[0], n) == v}
@@ -230,7 +232,7 @@ def runs_of(
 def _precision(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[list[str], str | None, float | str | None]:
-    """Arms, method and loss scale, from our flags or those of the published scripts."""
+    """Variants, method and loss scale, from our flags or those of the published scripts."""
     scales = {"--loss-scale": args.loss_scale, "--static-loss-scale": args.static_loss_scale}
     ways = {"--arm": args.arm, "--mode": args.mode, "--fp16": args.fp16}
     ways["--opt-level"] = args.opt_level if args.mode != "amp" else None
@@ -239,19 +241,19 @@ def _precision(
             raise UsageError(f"{' and '.join(named)} both set {what}; give only one")
     loss_scale = args.loss_scale or args.static_loss_scale
     if args.mode:
-        arm = args.opt_level or _MODES[args.mode]
-        return [arm], args.mode, loss_scale or (128.0 if args.mode == "FP16" else None)
+        variant = args.opt_level or _MODES[args.mode]
+        return [variant], args.mode, loss_scale or (128.0 if args.mode == "FP16" else None)
     if args.fp16:
         return ["O2"], "fp16", loss_scale or 1.0
-    arms = args.arm or ([args.opt_level] if args.opt_level else ["fp32"])
+    variants = args.arm or ([args.opt_level] if args.opt_level else ["fp32"])
     # The FP32 line of E4 has a static scale, but no --fp16.
     if not (args.arm or args.opt_level or args.static_loss_scale):
-        arms.append("O2" if device.type == "cuda" else "O5")
-    if "all" in arms:
-        arms = [arm for arm in ARMS if arm != "tf32" or has_tf32(device)]
-    if "tf32" in arms and not has_tf32(device):
+        variants.append("O2" if device.type == "cuda" else "O5")
+    if "all" in variants:
+        variants = [variant for variant in VARIANTS if variant != "tf32" or has_tf32(device)]
+    if "tf32" in variants and not has_tf32(device):
         raise UsageError("--arm tf32: TF32 needs a GPU of sm_80 (Ampere) or later")
-    return list(dict.fromkeys(arms)), None, loss_scale
+    return list(dict.fromkeys(variants)), None, loss_scale
 
 
 def has_tf32(device: torch.device) -> bool:
@@ -260,8 +262,8 @@ def has_tf32(device: torch.device) -> bool:
 
 def _resolved(recipe: Recipe, flags: Mapping[str, Any], device: torch.device) -> Settings:
     """The settings of the recipe, changed for a CPU and then by `flags`."""
-    arm, made_up = flags["arm"], flags["data"] in MADE_UP
-    published = recipe.settings(arm, flags) if callable(recipe.settings) else recipe.settings
+    variant, made_up = flags["arm"], flags["data"] in MADE_UP
+    published = recipe.settings(variant, flags) if callable(recipe.settings) else recipe.settings
     cpu = {"print_freq": 5, **recipe.cpu} if device.type == "cpu" else {}
     settings: dict[str, Any] = {}
     for layer in (published, cpu, flags):
@@ -278,12 +280,12 @@ def _resolved(recipe: Recipe, flags: Mapping[str, Any], device: torch.device) ->
         settings["cudnn_benchmark"] = False
     # Noise for a few steps is enough.
     settings.setdefault("synthetic_size", max(2048, 4 * settings.get("batch_size", 128)))
-    if arm not in ("amp-fp16", *LEVELS[1:]):
+    if variant not in ("amp-fp16", *LEVELS[1:]):
         settings["loss_scale"] = None
-    if arm not in HALF_LEVELS:
+    if variant not in HALF_LEVELS:
         settings["keep_batchnorm_fp32"] = None
-    if arm not in LEVELS or "fuse" not in flags:
-        separate_norms = settings.get("fsdp") and arm in HALF_LEVELS
+    if variant not in LEVELS or "fuse" not in flags:
+        separate_norms = settings.get("fsdp") and variant in HALF_LEVELS
         nhwc = settings.get("channels_last", True)
-        settings["fuse"] = arm in _FUSED and nhwc and not separate_norms
+        settings["fuse"] = variant in _FUSED and nhwc and not separate_norms
     return Settings(**settings)

@@ -80,10 +80,10 @@ class Explanation:
         return self.dynamic and fitting is not None and 1 <= fitting < self.scale
 
     @property
-    def remedy(self) -> str:
+    def suggestion(self) -> str:
         """What helps, in a sentence or two."""
         skips = max(1, round(math.log2(self.scale / (self.fitting_scale or self.scale))))
-        return next(remedy for when, remedy in _REMEDIES if when(self)).format(
+        return next(suggestion for when, suggestion in _SUGGESTIONS if when(self)).format(
             e=self,
             dtype=dtype_name(self.dtype),
             device=re.sub(r":\d+$", "", self.device),
@@ -112,7 +112,7 @@ class Explanation:
             lines.append(f"  inputs   at most {self.largest_input:.4g} ({self.aten})")
         if self.phase == "backward" and self.scale != 1:
             lines.append(f"  scale    {self.scale:.10g}, {'dynamic' if self.dynamic else 'static'}")
-        return "\n".join([*lines, f"  remedy   {self.remedy}"])
+        return "\n".join([*lines, f"  fix      {self.suggestion}"])
 
 
 _TITLES = {
@@ -173,7 +173,7 @@ _KEEP = (
 )
 # When it helps, and what: the first that holds.
 # fmt: off
-_REMEDIES: tuple[tuple[Callable[[Explanation], bool], str], ...] = (
+_SUGGESTIONS: tuple[tuple[Callable[[Explanation], bool], str], ...] = (
     (lambda e: e.phase == "data",
      "Check the data and its preprocessing. No dtype and no loss scale helps."),
     (lambda e: e.phase == "weights",

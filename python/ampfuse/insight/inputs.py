@@ -23,13 +23,13 @@ def check_types(model: Any, optimizer: Any, how: str) -> None:
             raise TypeError(f"{name} must be {kinds}: write {how}.")
 
 
-def check_owned(model: nn.Module, stepped: Collection[Tensor], remedy: str) -> None:
+def check_owned(model: nn.Module, stepped: Collection[Tensor], suggestion: str) -> None:
     """Raise ValueError unless what an optimizer steps are parameters of `model`."""
     known = set(map(id, model.parameters()))
     if strange := sum(id(weight) not in known for weight in stepped):
         raise ValueError(
             f"{strange} of the {len(stepped)} tensors in the optimizer are not parameters of the "
-            f"model. {remedy}"
+            f"model. {suggestion}"
         )
 
 

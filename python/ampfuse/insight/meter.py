@@ -272,24 +272,24 @@ def _find(readings: Iterable[TensorReading]) -> list[Finding]:
     found = []
     for name, rows in rows_of.items():
         rows = [row for row in rows if row.elements] or rows
-        for kind, holds, text, remedy in _RULES:
-            if holds(rows[-1]):
-                *_, first = itertools.takewhile(holds, reversed(rows))
+        for kind, applies, text, suggestion in _RULES:
+            if applies(rows[-1]):
+                *_, first = itertools.takewhile(applies, reversed(rows))
                 said = text.format(row=rows[-1], zero=_ratio(rows[-1].zero, rows[-1].elements))
-                found.append(Finding(kind, remedy, name, f"{said} since step {first.step}"))
+                found.append(Finding(kind, suggestion, name, f"{said} since step {first.step}"))
                 break
     return found
 
 
 def _in_words(findings: Sequence[Finding]) -> str:
-    """Each kind with its remedy, once, and below it where it was found; and how tensors get names,
-    if they have none."""
+    """Each kind with its suggestion, once, and below it where it was found; and how tensors without
+    names get some."""
     kinds: dict[tuple[str, str], dict[str, list[str]]] = {}
     for one in findings:
-        kinds.setdefault((one.kind, one.remedy), {}).setdefault(one.found, []).append(one.where)
+        kinds.setdefault((one.kind, one.suggestion), {}).setdefault(one.found, []).append(one.where)
     lines = []
-    for (kind, remedy), places in kinds.items():
-        lines.append(f"- {kind}: {remedy}")
+    for (kind, suggestion), places in kinds.items():
+        lines.append(f"- {kind}: {suggestion}")
         lines += [f"  {found}: {', '.join(where)}" for found, where in places.items()]
     if any(one.where.startswith("param_groups[") for one in findings):
         lines.append(

@@ -143,11 +143,11 @@ class OverflowWatch:
             if self.explanation is not None:
                 _log.warning("Skipped steps in a row: %d. %s", self._skips.count, self.explanation)
             elif _has_compiled() and not is_captured(skipped) and not skipped.item():
-                self._skips = _SkipsInARow(self._skips.after, since_uncompiled=True)
+                self._skips = _SkipsInARow(self._skips.after, since_eager=True)
                 return
         if not self._skips.are_enough(skipped):
             return
-        if self._skips.since_uncompiled and self._skips.are_all:
+        if self._skips.since_eager and self._skips.are_all:
             _log.warning(_ONLY_COMPILED, self._skips.count)
         else:
             for module in self.model.modules():
@@ -191,11 +191,11 @@ def _has_compiled() -> bool:
 class _SkipsInARow:
     """Counts skipped steps in a row, on the device, without waiting for the count.
 
-    `since_uncompiled` says that the count began after a finite step that ran uncompiled.
+    `since_eager` says that the count began after a finite step that ran uncompiled.
     """
 
-    def __init__(self, after: int, *, since_uncompiled: bool = False) -> None:
-        self.after, self.since_uncompiled = after, since_uncompiled
+    def __init__(self, after: int, *, since_eager: bool = False) -> None:
+        self.after, self.since_eager = after, since_eager
         self.count = 0  # as far as it is known here
         self.are_all = False  # of the steps since it began
         self.told = False
@@ -204,12 +204,12 @@ class _SkipsInARow:
         self._sample: Sample | None = None
 
     def are_enough(self, skipped: Tensor) -> bool:
-        """After a step, which was `skipped` (1) or not (0): whether there are so many, once."""
+        """After a step: whether so many were `skipped` for a non-finite gradient (1), once."""
         if is_captured(skipped):
             return False
         self._steps += 1
         before = 0 if self._on_device is None else self._on_device
-        self._on_device = (before + 1) * skipped
+        self._on_device = (before + 1) * (skipped == 1)
         if self._sample is None:
             self._sample, self._sampled_at = Sample(self._on_device), self._steps
         if not self._sample.has_arrived():

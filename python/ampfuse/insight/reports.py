@@ -14,20 +14,20 @@ class Finding:
 
     Attributes:
         kind: which rule found it, such as "stale" or "fused optimizer".
-        remedy: what to do.
+        suggestion: what to do.
         where: the tensor; "" for a whole step.
         found: what was measured, in words.
         gain: how many times as fast a step gets by it; None if it is not about time.
     """
 
     kind: str
-    remedy: str
+    suggestion: str
     where: str = ""
     found: str = ""
     gain: float | None = None
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.where, self.found, self.remedy) if part)
+        return ": ".join(part for part in (self.where, self.found, self.suggestion) if part)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

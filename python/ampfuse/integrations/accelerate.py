@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ampfuse import amp
 from ampfuse.amp import session as sessions
+from ampfuse.optim.base import count_skipped_steps
 
 
 def initialize(
@@ -21,8 +22,9 @@ def initialize(
     """:func:`ampfuse.amp.initialize` for a training by `accelerator`.
 
     Call it before ``accelerator.prepare``, with models on ``accelerator.device``. All methods of
-    `accelerator` then do as they do under a ``mixed_precision`` of its own. At a level with dynamic
-    scaling the host reads a flag of the device in each step, for ``optimizer_step_was_skipped``.
+    `accelerator` then do as they do under a ``mixed_precision`` of its own. For
+    ``optimizer_step_was_skipped`` the host reads a flag of the device in each step that can be
+    skipped. ``accelerator.log`` adds ``skipped_steps/nonfinite`` and ``skipped_steps/spike``.
 
     Raises:
         ValueError: `accelerator` has a ``mixed_precision``, or FSDP. What else is wrong,
@@ -42,6 +44,12 @@ def initialize(
     result = amp.initialize(models, optimizers, opt_level=opt_level, **options)
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     accelerator.scaler = _Scaler(accelerator, listed)
+    log = accelerator.log
+
+    def log_with_skips(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        log({**count_skipped_steps(listed), **values}, *args, **kwargs)
+
+    accelerator.log = log_with_skips
     return result
 
 
@@ -64,7 +72,7 @@ class _Scaler:
     def step(self, optimizer: Any, *args: Any) -> None:
         optimizer.step(*args)
         session = sessions.enabled_of(optimizer)
-        if session is not None and session.is_dynamic and optimizer.last_step.skipped:
+        if session is not None and optimizer.may_have_skipped and optimizer.last_step.skipped:
             for wrapper in self.accelerator._optimizers:
                 if wrapper.optimizer is optimizer:
                     wrapper._accelerate_step_called = False  # how Accelerate knows of a skip

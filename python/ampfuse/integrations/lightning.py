@@ -16,6 +16,7 @@ from ampfuse import amp
 from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
 from ampfuse.integrations.fabric import Levels
+from ampfuse.optim.base import count_skipped_steps
 
 
 class AmpFuse(Levels, Precision):
@@ -27,7 +28,8 @@ class AmpFuse(Levels, Precision):
     between them stays FP32. At O1 and O4 all of a step is under autocast.
 
     A scheduler that moves on with each step waits at a skipped one. For that the host reads a flag
-    of the device in each step, if loss scaling is dynamic.
+    of the device in each step that can be skipped. Where the Trainer logs, it also logs
+    ``skipped_steps/nonfinite`` and ``skipped_steps/spike``.
     """
 
     _device_type = "cpu"
@@ -45,7 +47,7 @@ class AmpFuse(Levels, Precision):
         self._device_type = next(bare.parameters(), torch.empty(0)).device.type
         if optimizers and sessions.enabled_of(optimizers[0]) is None:
             self._initialize(list(_parts(bare)), optimizers)
-            for config in lr_schedulers if sessions.latest().is_dynamic else []:
+            for config in lr_schedulers if sessions.latest().enabled else []:
                 if config.interval == "step" and not config.reduce_on_plateau:
                     cls = type(config.scheduler)
                     config.scheduler.__class__ = type(cls.__name__, (_Held, cls), {})
@@ -71,6 +73,9 @@ class AmpFuse(Levels, Precision):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = self._wrap_closure(model, optimizer, closure)
         optimizer.step(**kwargs)
+        trainer = model.trainer
+        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            model.log_dict(count_skipped_steps(self._optimizers))
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -92,5 +97,5 @@ class _Held:
     optimizer: Any
 
     def step(self, *args: Any) -> None:
-        if not self.optimizer.last_step.skipped:
+        if not (self.optimizer.may_have_skipped and self.optimizer.last_step.skipped):
             super().step(*args)  # type: ignore[misc]

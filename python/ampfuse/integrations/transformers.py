@@ -10,10 +10,13 @@ from transformers import Trainer
 from ampfuse import amp
 from ampfuse.amp import session as sessions
 from ampfuse.integrations.accelerate import initialize
+from ampfuse.optim.base import count_skipped_steps
 
 
 class AmpFuseTrainer(Trainer):
     """:class:`transformers.Trainer` at a level; also ``class Mine(AmpFuseTrainer, OtherTrainer)``.
+
+    Schedulers wait at skipped steps, and logs count these.
 
     Arguments:
         opt_level, amp_options (a dict): what :func:`ampfuse.amp.initialize` takes. ``fp16`` and
@@ -34,6 +37,11 @@ class AmpFuseTrainer(Trainer):
         if sessions.enabled_of(_bare(optimizer)) is None:
             initialize(self.accelerator, self.model, optimizer, **self._level)
         return optimizer
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:  # of training
+            logs.update(count_skipped_steps([_bare(self.optimizer)]))
+        super().log(logs, *args, **kwargs)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Inside the fused step, which rewrites no gradient."""

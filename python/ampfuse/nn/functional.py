@@ -71,10 +71,9 @@ def batch_norm_act(
     """
     if training:
         F._verify_batch_size(x.size())  # type: ignore[attr-defined]
+    tensors = x, residual, weight, bias, running_mean, running_var
     relu = is_relu(activation)
-    return torch.ops.ampfuse.batch_norm_act(
-        x, residual, weight, bias, running_mean, running_var, training, momentum, eps, relu
-    )
+    return torch.ops.ampfuse.batch_norm_act(*tensors, training, momentum, eps, relu)
 
 
 def is_relu(activation: str | None) -> bool:

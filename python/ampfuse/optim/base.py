@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -19,7 +19,7 @@ from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.dynamo_disable import Function
 from ampfuse.optim import checkpoints
 from ampfuse.optim.gradients import WithGradients
-from ampfuse.optim.last_step import LastStep, SkipWatch
+from ampfuse.optim.last_step import REASONS, LastStep, SkipWatch, skipped_steps
 from ampfuse.optim.masters import has_begun
 from ampfuse.optim.options import RULES
 from ampfuse.optim.param_groups import with_wrapped
@@ -44,6 +44,8 @@ class AmpOptimizer(WithGradients):
     skip_on_overflow: bool = True
     # Whether a non-finite gradient skips the step where `skip_nonfinite` is None.
     skip_by_default: bool = False
+    # Whether the last step was one that could be skipped; else nobody has to wait for the answer.
+    may_have_skipped: bool = False
 
     # A subclass of a fused optimizer overrides `step`, and keeps its own state.
     _has_own_step = False
@@ -97,6 +99,15 @@ class AmpOptimizer(WithGradients):
         return LastStep(self.param_table())
 
     @property
+    def skipped_steps(self) -> dict[str, Tensor]:
+        """How many steps were skipped, by reason: ``"nonfinite"`` and ``"spike"``.
+
+        float64 and 0-dim, copied on the parameters' device; only reading a value waits. They count
+        on in a training that is resumed from ``state_dict()``.
+        """
+        return skipped_steps(self.param_table())
+
+    @property
     def meter(self) -> Meter:
         """Statistics of what half precision does to each tensor; see :class:`Meter`.
 
@@ -128,7 +139,8 @@ class AmpOptimizer(WithGradients):
         else:
             asked = self.skip_by_default if self.skip_nonfinite is None else self.skip_nonfinite
             inspect = asked or self._scales_dynamically
-            skip = inspect or max_norm > 0
+            skip = inspect or max_norm > 0 or self.skip_spikes is not None
+        self.may_have_skipped = skip
         if self._rehearsal is not None:
             found_inf, skip = self._rehearsal, True
         return {
@@ -136,6 +148,7 @@ class AmpOptimizer(WithGradients):
             "max_norm": max_norm,
             "inspect": inspect,
             "skip_nonfinite": skip,
+            "skip_spikes": (self._rehearsal is None and self.skip_spikes) or 0.0,
         }
 
     @property
@@ -143,12 +156,15 @@ class AmpOptimizer(WithGradients):
         return self._under_amp and self.skip_on_overflow
 
     def _watch_skips(self, skipped: bool = False) -> None:
-        """After a step that may have been skipped: warn, and raise if training has stopped.
+        """After a step: log whether it was skipped, and raise if training has stopped.
 
         `skipped`: the host knows that it was.
         """
-        if self._rehearsal is None and "found_inf" not in self.__dict__:
-            self._skip_watch.after_step(self._rows.known(), skipped, not self._scales_dynamically)
+        by_scaler = "found_inf" in self.__dict__
+        is_watched = self.may_have_skipped and (self.skip_spikes is not None or not by_scaler)
+        if is_watched and self._rehearsal is None:
+            logs = REASONS[by_scaler or self._scales_dynamically :]
+            self._skip_watch.after_step(self, self._rows.known(), skipped, logs)
 
     # --- state dicts and copies: see checkpoints.py ---------------------------------------------
 
@@ -156,20 +172,22 @@ class AmpOptimizer(WithGradients):
         self.sync_masters_from_model()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, plus ``master_param`` (float32) for each parameter that has a master.
+        """As torch's, plus ``master_param`` (float32) for each parameter that has a master, and
+        ``step_history`` (float64): how many steps were skipped, and what `skip_spikes` knows.
 
         Every mode loads the state dicts of every other: a split master is saved as the whole FP32
         master (4 bytes per parameter while the dict lives), a BF16 state under its name, and an
         8-bit state as ``<name>_8bit`` (the suffix is its type's) and ``<name>_scale``.
         torch.distributed.checkpoint gets 8-bit states in float32, and every state from the
-        beginning: with zeros and counts of 0 before the first gradient.
+        beginning: with zeros and counts of 0 before the first gradient. It gets ``step_history``
+        with `skip_spikes` only, since it loads no checkpoint that lacks a key.
         """
         try:
             self._before_saving()
             state_dict = super().state_dict()
             return checkpoints.with_masters(self, state_dict, decoded=self._is_asked_by_torch)
         finally:
-            self._is_asked_by_torch = False
+            self._answer_torch()
 
     def torch_state_dict(self) -> dict[str, Any]:
         """`state_dict` with all states in float32, which torch's optimizer of the name loads."""
@@ -188,12 +206,28 @@ class AmpOptimizer(WithGradients):
                 as one without ``exp_avg`` or with a step count of NaN.
             RuntimeError: in a swap_ema block. Nothing has changed then.
         """
-        self._is_asked_by_torch = False
+        self._answer_torch()
         self._check_not_swapped("load_state_dict()")
         if len(with_wrapped(self)) > 1:
             checkpoints.load_around(self, state_dict, super().load_state_dict)
         else:
             checkpoints.load(self, state_dict, super().load_state_dict)
+
+    def _ask_for_torch(self) -> None:
+        """torch.distributed.checkpoint is about to read the groups, their keys and state dict."""
+        self._is_asked_by_torch = True
+        if self.skip_spikes is not None:
+            self.param_groups[0][checkpoints.HISTORY] = self._rows.history()
+
+    def _answer_torch(self) -> None:
+        self._is_asked_by_torch = False
+        if getattr(self, "param_groups", None):
+            self.param_groups[0].pop(checkpoints.HISTORY, None)
+
+    def load_history(self, saved: Tensor | None) -> None:
+        """Continue after the steps of a saved history; None: after none."""
+        self._rows.load_history(saved)
+        self._skip_watch = SkipWatch(saved)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Called by load_state_dict, pickle and deepcopy alike.
@@ -212,7 +246,15 @@ class AmpOptimizer(WithGradients):
     def __getstate__(self) -> dict[str, Any]:
         self._before_saving()
         own = {key: self.__dict__[key] for key in self._copied if key in self.__dict__}
+        if (history := self._rows.history()) is not None:
+            own["_step_history"] = history.clone()
         return {**super().__getstate__(), **own}
+
+
+def count_skipped_steps(optimizers: Iterable[Any]) -> dict[str, int]:
+    """Skipped steps of all optimizers under amp by reason, for a framework's logs. Waits."""
+    counts = [one.skipped_steps for each in optimizers for one in amp_optimizers(each)[-1:]]
+    return {f"skipped_steps/{reason}": int(sum(of[reason] for of in counts)) for reason in REASONS}
 
 
 def _of_wrapped(name: str) -> property:

@@ -120,9 +120,10 @@ class CapturedOptimizer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def note_replay(self) -> None:
-        """Record the step in versions of tensors, and for torch's schedulers."""
+        """Record the step in versions of tensors, and for torch's schedulers. Look for skips."""
         self.table.plan.mark_stepped()
         self._optimizer._opt_called = True
+        self._optimizer._watch_skips()
 
     def _current_groups(self) -> list[_Group]:
         return list(map(self._optimizer._hypers.of, self._optimizer.param_groups))

@@ -17,15 +17,20 @@ from torch.utils._pytree import tree_map
 
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.optim.last_step import StepHistory
 from ampfuse.optim.masters import MASTERS, MasterParameter, exact_float32, has_begun, pop_master
 from ampfuse.optim.options import COUNT, check
 from ampfuse.optim.param_groups import parameters, with_groups
 from ampfuse.optim.sharding import is_sharded, on_shards
 from ampfuse.optim.state import FP32, Stored, storage_for
 
+# The key of what an optimizer's steps have been; torch.distributed.checkpoint, which saves states
+# and groups alone, has it in the first group.
+HISTORY = "step_history"
+
 
 def with_masters(optimizer: Any, state_dict: dict[str, Any], *, decoded: bool) -> dict[str, Any]:
-    """torch's `state_dict` with all masters, whole or split, as ``master_param``.
+    """torch's `state_dict` with the step history, and all masters, whole or split.
 
     `decoded`: quantized states are saved in float32, as those of shards always are: another mesh
     has other blocks.
@@ -40,11 +45,15 @@ def with_masters(optimizer: Any, state_dict: dict[str, Any], *, decoded: bool) -
             _decode(optimizer.algorithm_in(group), state, param, with_blocks_only=True)
         if state:
             states[i] = state
+    history = optimizer._rows.history()
+    if history is not None and not decoded:
+        state_dict[HISTORY] = history.clone()
     return state_dict
 
 
 def in_float32(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` with all states in float32."""
+    """`state_dict` with all states in float32, and without a step history."""
+    state_dict.pop(HISTORY, None)
     for i, (group, param) in enumerate(with_groups(optimizer)):
         if i in state_dict["state"]:
             _decode(optimizer.algorithm_in(group), state_dict["state"][i], param)
@@ -77,6 +86,7 @@ def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], 
     groups = [dict(group) for group in state_dict.get("param_groups", ())]
     keys = [key for group in groups for key in group["params"]]
     places = {key: i for i, key in enumerate(keys)}  # torch.distributed.checkpoint has names
+    history = _take_history(state_dict, groups)
     for group in groups:
         group["params"] = [places[key] for key in group["params"]]
     states = {
@@ -97,6 +107,7 @@ def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], 
         if i in masters:
             exact = masters[i].detach().to(param.device, torch.float32)
             optimizer.restore_master(param, {}, exact)
+    optimizer.load_history(history)
 
 
 def restore_state(optimizer: Any, state: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -104,6 +115,12 @@ def restore_state(optimizer: Any, state: dict[str, Any], saved: dict[str, Any]) 
     _restore_tensors(optimizer, state["state"], saved)
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     state["param_groups"] = [_as_loaded(optimizer, *pair) for pair in pairs]
+    optimizer.load_history(_take_history(saved, state["param_groups"]))
+
+
+def _take_history(saved: dict[str, Any], groups: list[dict[str, Any]]) -> Any:
+    of_group = groups[0].pop(HISTORY, None) if groups else None
+    return saved.get(HISTORY, of_group)
 
 
 def _as_loaded(optimizer: Any, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +166,8 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"the state dict has no {key!r}; its keys are {list(state_dict)}")
+    for holder in (state_dict, *state_dict["param_groups"][:1]):
+        _check_shape(HISTORY, holder.get(HISTORY), (len(StepHistory._fields),), "the optimizer")
     names = iter(optimizer._rows.parameter_names())
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         if len(own["params"]) != len(saved["params"]):

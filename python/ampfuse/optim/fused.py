@@ -197,7 +197,7 @@ class FusedOptimizer(AmpOptimizer):
 
         Raises:
             RuntimeError: inside a scale_loss context; a sparse gradient; tensors on several devices
-                or on meta; hundreds of skipped steps in a row.
+                or on meta; ``max_skipped_steps`` skipped steps in a row.
             TypeError: a float64 or complex gradient.
             ValueError: a hyper-parameter was set to a wrong value. The step has changed nothing.
         """
@@ -220,15 +220,15 @@ class FusedOptimizer(AmpOptimizer):
         max_norm = self.clip_once or self.max_grad_norm or 0.0
         meter = self._meter if self._rehearsal is None else None
         metered = meter.before_update(table) if meter is not None else None
-        decision = self._skip_decision(max_norm)
-        skipped = self._rows.plan.update(**decision, meter=metered, between=self._stages())
+        skipped = self._rows.plan.update(
+            **self._skip_decision(max_norm), meter=metered, between=self._stages()
+        )
         self.clip_once = None
         if meter is not None and metered is not None:
             meter.after_update(table, metered)
         if torch.is_autocast_enabled(self._rows.params[0].device.type):
             torch.clear_autocast_cache()  # it may hold casts of the weights as they were
-        if decision["skip_nonfinite"]:
-            self._watch_skips(skipped)
+        self._watch_skips(skipped)
         return loss
 
     def _become_fused(self) -> None:

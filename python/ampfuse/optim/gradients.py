@@ -43,11 +43,15 @@ class WithGradients(Optimizer):
     ema_decay: float | None = None
     max_grad_norm: float | None = None
     skip_nonfinite: bool | None = None
+    skip_spikes: float | None = None
+    max_skipped_steps: int | None = 100
     unscale_grads: bool = True
 
     _under_amp: bool = False
     # ampfuse.GradScaler runs the step; torch's does not see masters.
     _scaler_is_ours = False
+    # That of earlier steps, until there is a table.
+    _step_history: Tensor | None = None
     # A swap_ema block is open.
     _swapped = False
 

@@ -1,14 +1,11 @@
-"""What the last step decided, and warnings about skipped steps; nothing here waits by itself.
-
-Single skipped steps are part of dynamic loss scaling. But one non-finite gradient after another
-halves the scale down to its minimum, and then every step is skipped for ever.
-"""
+"""What the steps decided, and messages about skipped ones; nothing here waits by itself."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,10 +16,25 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ampfuse.optim")
 
-# The default scale reaches the default minimum after 40 overflows.
-STRETCH = 200
-# The count on a device is read every so many steps.
+# The history on a device is read every so many steps.
 LOOK = 20
+# The reasons for which a step is skipped, as `LastStep.skipped` numbers them from 1.
+REASONS = ("nonfinite", "spike")
+
+
+class StepHistory(NamedTuple):
+    """The fields of an optimizer's ``StepHistory``, in the order of csrc/core/step_state.h."""
+
+    steps: float
+    nonfinite: float
+    spike: float
+    in_a_row: float
+    last_skipped: float
+    last_reason: float
+    last_spike: float
+    norms: float
+    log_mean: float
+    log_variance: float
 
 
 def _copy_of(field: str) -> Callable[[Any], Tensor]:
@@ -35,7 +47,8 @@ class LastStep:
     Each is a 0-dim tensor on the parameters' device, copied when it is asked for.
 
     Attributes:
-        skipped: float32, 1 if the step was skipped because a gradient held inf or NaN, else 0.
+        skipped: float32, why the step was skipped: 0 if it was applied, 1 if a gradient held inf or
+            NaN, 2 if its norm was a spike (``skip_spikes``).
         grad_norm: float32, the L2 norm of the unscaled gradients before clipping; NaN if they were
             not finite. None if the step did not look: without scaling, clipping and skipping, or
             where a GradScaler has, or after several passes of `scale_loss`.
@@ -56,7 +69,7 @@ class LastStep:
 
         Returns:
             ``parameter`` (name of the first parameter whose gradient was not finite), ``kind``
-            (``"inf"`` or ``"nan"``) and ``skipped_steps`` (how many steps were skipped so far).
+            (``"inf"`` or ``"nan"``) and ``skipped_steps`` (how many steps were skipped for one).
         """
         row = int(self._table.inspector.state_field("last_bad_row"))
         if row < 0:
@@ -65,64 +78,84 @@ class LastStep:
         return {
             "parameter": self._table.name(row),
             "kind": "nan" if bits > 0x7F800000 else "inf",
-            "skipped_steps": int(self._table.inspector.state_field("skipped_steps")),
+            "skipped_steps": int(skipped_steps(self._table)["nonfinite"]),
         }
 
 
-class SkipWatch:
-    """Raises after `STRETCH` skipped steps in a row, up to as many steps later.
+def skipped_steps(table: ParamTable) -> dict[str, Tensor]:
+    """The number of skipped steps by reason: copies, float64 and 0-dim, on the device."""
+    history = table.inspector.state_field("history").clone()
+    return {name: history[StepHistory._fields.index(name)] for name in REASONS}
 
-    Warns at the first skipped step that it sees, and when their number reaches a power of two.
+
+class SkipWatch:
+    """Logs the first skipped step, and one whenever their number reaches a power of two.
+
+    Raises when too many in a row were skipped. On a device it knows of them some steps later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, history: Tensor | None = None) -> None:
         self._steps = 0
-        self._counts: list[Sample] = []  # skipped steps, each `STRETCH` steps, the latest last
-        self._seen = 0  # skipped steps
-        self._look: Sample | None = None  # for the next warning
+        self._look: Sample | None = None  # on its way
+        numbers = [0.0] * len(StepHistory._fields) if history is None else history.tolist()
+        self._seen = StepHistory(*numbers)
 
-    def after_step(self, table: Any, skipped: bool, warns: bool) -> None:
-        """Call after each step of an optimizer's `table`; `skipped`: the host knows that it was."""
+    def after_step(self, optimizer: Any, table: ParamTable, skipped: bool, logs: Any) -> None:
+        """Call after each step.
+
+        Arguments:
+            skipped: the host knows that the step was skipped.
+            logs: the reasons of steps to log. Dynamic loss scaling is expected to skip some.
+        """
         self._steps += 1
-        if warns and (skipped or self._look is not None or self._steps % LOOK == 0):
-            self._warn(table)
-        if self._steps % STRETCH != 1:
+        if not (skipped or self._look is not None or self._steps % LOOK == 0):
             return
-        count = table.inspector.state_field("skipped_steps")
-        if is_captured(count):
-            return
-        counts, self._counts = self._counts, [*self._counts[-1:], Sample(count)]
-        if len(counts) > 1:
-            before, after = (int(each.values()[0]) for each in counts)
-            if after - before == STRETCH:
-                raise RuntimeError(_message(table))
-
-    def _warn(self, table: Any) -> None:
-        fields = [table.inspector.state_field(name) for name in ("skipped_steps", "last_bad_row")]
+        fields = [table.inspector.state_field(name) for name in ("history", "last_bad_row")]
         if is_captured(fields[0]):
             return
         look = self._look = self._look or Sample(*fields)
         if not look.has_arrived():
             return
         self._look = None
-        count, row = map(int, look.values())
-        if count.bit_length() > self._seen.bit_length():
+        numbers, row = look.tensors()
+        seen, history = self._seen, StepHistory(*numbers.tolist())
+        self._seen = history
+        where = table.name(int(row)) if 0 <= row < len(table) else "another process"
+        before, now = (int(sum(getattr(of, name) for name in logs)) for of in (seen, history))
+        if now.bit_length() > before.bit_length():
             _log.warning(
-                "A step was skipped because the gradient of %s was not finite: %d of %d steps so "
-                "far. amp.explain_overflow finds the operation where it originated; "
-                "skip_nonfinite=False applies such steps.",
-                table.name(row) if 0 <= row < len(table) else "another process",
-                count,
-                self._steps,
+                "%s %d of %d steps so far.", _reason(history, optimizer, where), now, history.steps
             )
-        self._seen = count
+        limit = optimizer.max_skipped_steps
+        if limit is not None and history.in_a_row // limit > seen.in_a_row // limit:
+            raise RuntimeError(_too_many(history, where))
 
 
-def _message(table: Any) -> str:
-    row = int(table.inspector.state_field("last_bad_row"))
-    where = f"; the last was in {table.name(row)}" if row >= 0 else ""
+def _reason(history: StepHistory, optimizer: Any, where: str) -> str:
+    step = f"Step {history.last_skipped:.0f} was skipped:"
+    if history.last_reason == 1:
+        return (
+            f"{step} the gradient of {where} was not finite. amp.explain_overflow finds the "
+            "operation where it originated; skip_nonfinite=False applies such steps."
+        )
     return (
-        f"{STRETCH} steps in a row were skipped: every backward pass left inf or NaN in a "
-        f"gradient{where}. No loss scale helps. Check the loss (is it finite without amp?), "
-        "the learning rate and the data. The parameters are those of the last applied step."
+        f"{step} its gradient norm, {history.last_spike:.4g}, is a spike, more than "
+        f"{optimizer.skip_spikes} deviations above {math.exp(history.log_mean):.4g} on the "
+        "logarithmic scale."
+    )
+
+
+def _too_many(history: StepHistory, where: str) -> str:
+    many = f"{history.in_a_row:.0f} steps in a row were skipped"
+    same = "The parameters are those of the last applied step."
+    if history.last_reason == 1:
+        return (
+            f"{many}: every backward pass left inf or NaN in a gradient; the last was in {where}. "
+            "No loss scale helps. Check the loss (is it finite without amp?), the learning rate "
+            f"and the data. {same}"
+        )
+    return (
+        f"{many}: the last gradient norm, {history.last_spike:.4g}, is far above the mean, "
+        f"{math.exp(history.log_mean):.4g}, of the steps that were applied. Check the learning "
+        f"rate and the data, or raise skip_spikes. {same}"
     )

@@ -178,7 +178,7 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
 
 def orthogonalize(weights: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
     """Orthogonalize all matrices in place, by the options of their groups, in batches."""
-    alike = defaultdict(list)
+    by_shape = defaultdict(list)
     for weight, group in weights:
         coefficients = group["ns_coefficients"]
         if not isinstance(coefficients, str):
@@ -187,8 +187,8 @@ def orthogonalize(weights: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
             rows, columns = view.shape[1:]
             factor = _rate_factor(rows, columns, group)
             how = coefficients, group["ns_steps"], float(group["eps"]), factor
-            alike[rows, columns, how].append(view)
-    for (_, _, (coefficients, steps, eps, factor)), views in alike.items():
+            by_shape[rows, columns, how].append(view)
+    for (_, _, (coefficients, steps, eps, factor)), views in by_shape.items():
         batch = torch.cat(views).contiguous()
         result = orthogonalized(batch, polynomials_of(coefficients, steps), eps, factor)
         torch._foreach_copy_(views, list(result.split([len(view) for view in views])))

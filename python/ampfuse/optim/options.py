@@ -29,9 +29,9 @@ class Options(TypedDict, total=False):
             the nearest, and in a tie the one away from zero. With an FP16 weight it holds values
             from 2**-16 to 65504 exactly, smaller ones to within 2**-40, and 65504 for larger ones.
         state_dtype: how states of a parameter's shape are stored: ``"fp32"`` (the default),
-            ``"bf16"``, rounded stochastically, or, in blocks of 128 elements with a scale each
-            (SGD, Adam, AdamW, Adagrad, Lion, Muon), ``"8bit"``, or ``"fp8"``, rounded
-            stochastically. Parameters of fewer than 4,096 elements keep FP32 instead of 8 bits.
+            ``"bf16"``, rounded stochastically, or (SGD, Adam, AdamW, Adagrad, Lion, Muon)
+            ``"8bit"``, in blocks of 128 elements with a scale each. Parameters of fewer than 4,096
+            elements keep FP32 instead of 8 bits.
             ``state_dtype`` in a parameter group takes precedence.
         rounding: ``"stochastic"`` rounds BF16 parameters without masters up or down at random, so
             that small updates count in the mean (others to nearest); ``"nearest"`` is the default.
@@ -45,6 +45,13 @@ class Options(TypedDict, total=False):
             the logger "ampfuse.optim" warns. Unless the step inspects the gradients anyway, this
             reads them once more. None, the default, is True, but False under amp at O0 to O3.
             A GradScaler, dynamic loss scaling and clipping skip in any case.
+        skip_spikes: skip a step whose gradient norm lies more than so many standard deviations
+            above the mean, both of the norm's logarithm over applied steps: all of them up to the
+            100th, then with weights that decay by 0.99 a step. No step is skipped before the
+            100th, and the deviation counts as 0.1 at least. Unless the step inspects the gradients
+            anyway, this reads them once more. None, the default, skips none.
+        max_skipped_steps: raise RuntimeError when so many steps in a row were skipped, on a GPU
+            some steps later. None: never.
         unscale_grads: after a step under a GradScaler, FP32 gradients read unscaled (and not
             clipped), as with torch's fused optimizers; a skipped step leaves them as they were, and
             half ones stay scaled. False: the step writes 4 bytes less per element, and
@@ -62,13 +69,15 @@ class Options(TypedDict, total=False):
     ema_decay: float | None
     max_grad_norm: float | None
     skip_nonfinite: bool | None
+    skip_spikes: float | None
+    max_skipped_steps: int | None
     unscale_grads: bool
 
 
 class Rule(NamedTuple):
-    """What a value must be: `holds`, which may raise for a wrong type, and its description."""
+    """What a value must be: `accepts`, which may raise for a wrong type, and its description."""
 
-    holds: Callable[[Any], bool]
+    accepts: Callable[[Any], bool]
     words: str
 
 
@@ -91,10 +100,10 @@ COUNT = Rule(lambda value: 0 <= value < math.inf, "a finite number of at least 0
 def check(name: str, value: Any, rule: Rule) -> None:
     """Raise ValueError, which says `name`, for a value that breaks `rule`."""
     try:
-        holds = rule.holds(value)
+        is_valid = rule.accepts(value)
     except (AttributeError, RuntimeError, TypeError, ValueError):  # such as "1" > 0
-        holds = False
-    if not holds:
+        is_valid = False
+    if not is_valid:
         is_large = isinstance(value, Tensor) and value.numel() > 1
         what = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if is_large else repr(value)
         raise ValueError(f"{name} is {what}; it must be {rule.words}")
@@ -111,6 +120,14 @@ RULES = {
     "ema_decay": Rule(lambda value: value is None or 0 <= value < 1, "in [0, 1), or None"),
     "max_grad_norm": Rule(lambda value: value is None or value > 0, "positive, or None"),
     "skip_nonfinite": one_of(True, False, None),
+    "skip_spikes": Rule(
+        lambda value: value is None or (value is not True and 0 < value < math.inf),
+        "positive and finite, or None",
+    ),
+    "max_skipped_steps": Rule(
+        lambda value: value is None or (type(value) is int and value > 0),
+        "a positive integer, or None",
+    ),
     "unscale_grads": FLAG,
 }
 # Options where 1 and 0 count as True and False.

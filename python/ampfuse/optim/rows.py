@@ -12,6 +12,7 @@ from ampfuse import _core
 from ampfuse._schema import Algorithm
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.dynamo_disable import dynamo_disable
+from ampfuse.gpus import check_device
 from ampfuse.optim.masters import (
     MasterParameter,
     exact_float32,
@@ -86,10 +87,13 @@ class Rows(Component):
         if table is None:
             if not params:
                 raise RuntimeError("the optimizer has no parameters; add a parameter group first")
+            check_device(params[0].device, names[0])
             table = _core.C.ParamTable(optimizer._algorithm, params[0].device)
             self.table, self.plan, self.params = table, table.plan, []
             field = table.inspector.state_field
             self.found_inf, self.pass_found_inf = field("found_inf"), field("pass_found_inf")
+            if optimizer._step_history is not None:
+                field("history").copy_(optimizer._step_history)
         optimizer._rows_are_added()
         for i in range(len(self.params), len(params)):
             self._add_row(table, i, params[i], names[i])
@@ -122,7 +126,23 @@ class Rows(Component):
         """Have the next use make new rows from the groups."""
         if self.table is not None:  # the next table starts without a loss scale
             self.table.gradients.materialize()
+            self.optimizer._step_history = self.table.inspector.state_field("history").clone()
         self.table = self.plan = self._frozen = None  # a plan keeps its table alive
+
+    def history(self) -> Tensor | None:
+        """The ``StepHistory`` of the optimizer, float64, on its device; None before it is used."""
+        if self.table is None:
+            return self.optimizer._step_history
+        return self.table.inspector.state_field("history")
+
+    def load_history(self, saved: Tensor | None) -> None:
+        """Continue from a saved history, or with None from the beginning."""
+        if self.table is None:
+            self.optimizer._step_history = saved
+        elif saved is None:
+            self.table.inspector.state_field("history").zero_()
+        else:
+            self.table.inspector.state_field("history").copy_(saved)
 
     def parameter_names(self) -> list[str]:
         """The names of the parameters in messages, in the order of the groups."""

@@ -260,7 +260,7 @@ class States(Component):
             if param.requires_grad and not has_begun(optimizer.state.get(param, {})):
                 self.init_row(row)
         self.remember()
-        optimizer._is_asked_by_torch = True
+        optimizer._ask_for_torch()
         return True
 
     def init_row(self, row: int) -> None:

@@ -149,10 +149,8 @@ class GenericOptimizer(AmpOptimizer):
             self.unscale_gradients(scale)
         table.masters.refresh()
         table.plan.collect(None, False)
-        decision = self._skip_decision(0.0)
-        table.plan.decide(**decision)
-        may_skip = decision["skip_nonfinite"]
-        if may_skip and table.inspector.state_field("skip").item():
+        table.plan.decide(**self._skip_decision(0.0))
+        if self.may_have_skipped and table.inspector.state_field("skip").item():
             table.plan.finish_step()
             self._watch_skips(True)
             return None
@@ -174,8 +172,7 @@ class GenericOptimizer(AmpOptimizer):
             return result
         table.masters.publish()
         table.plan.finish_step()
-        if may_skip:
-            self._watch_skips()
+        self._watch_skips()
         return result
 
     def _after_publishing(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""``apex.parallel`` on ``torch.nn.parallel`` and the ``SyncBatchNorm`` of ``ampfuse.nn``."""
+"""``apex.parallel`` on ``torch.nn.parallel``, and its ``SyncBatchNorm``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.compat.apex.apex_C import flatten, unflatten
 from ampfuse.compat.apex.parallel import LARC
+from ampfuse.compat.apex.parallel.sync_batch_norm import sync_normalize
 from ampfuse.compat.apex.signatures import takes
-from ampfuse.nn.modules import sync_normalize
 
 # apex leaves each process its own running statistics. torch 2.14 has a new name for that.
 _NAMES = inspect.signature(nn.parallel.DistributedDataParallel).parameters

@@ -1,4 +1,4 @@
-"""The arms of a comparison: the same training step in FP32, TF32, torch.amp and at O0 to O5.
+"""The variants of a comparison: the same training step in FP32, TF32, torch.amp and at O0 to O5.
 
 A step returns tensors (loss, loss scale, skipped or not), so that it does not wait for the device.
 """
@@ -22,15 +22,17 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 _HALVES = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
 
 
-def build_arm(settings: Settings, model: nn.Module, loss_of: Loss, device: torch.device) -> Arm:
-    """The arm of `settings`, with `model` (FP32, on `device`) and a new optimizer."""
+def build_variant(
+    settings: Settings, model: nn.Module, loss_of: Loss, device: torch.device
+) -> Variant:
+    """The variant of `settings`, with `model` (FP32, on `device`) and a new optimizer."""
     # By default, torch computes FP32 convolutions in TF32 on an Ampere GPU.
     precision = "tf32" if settings.arm == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision
     # torch's FP16 kernels take a hundred times as long; a level enables ours itself.
     half_ops.use(device.type == "cpu" and settings.arm == "amp-fp16")
-    kind = _Level if settings.arm in LEVELS else Arm
+    kind = _Level if settings.arm in LEVELS else Variant
     return kind(settings, model, loss_of, device)
 
 
@@ -41,7 +43,7 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs, targets)
 
 
-class Arm:
+class Variant:
     """FP32, TF32, and ``torch.amp`` as documented: autocast, and a GradScaler for FP16.
 
     Attributes:
@@ -148,7 +150,7 @@ class Arm:
         return self.scaler.get_scale()
 
 
-class _Level(Arm):
+class _Level(Variant):
     """ampfuse: ``amp.initialize`` at O0 to O5."""
 
     _half = None

@@ -1,0 +1,7 @@
+// The kernels of attention.h, for NEON.
+#include "attention_run.h"
+#include "simd_neon.h"
+
+namespace ampfuse {
+template struct AttentionKernel<Neon>;
+}  // namespace ampfuse
