@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 _LONGEST_QUEUEING_MS = 200.0
 _SETTLING_S = 0.005  # threads that wait for work keep a core busy for a while
-_COLD_BYTES = 256 << 20  # more than last-level caches have
+COLD_BYTES = 256 << 20  # more than last-level caches have
 
 Times = dict[str, list[float]]
 
@@ -48,7 +48,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._cold = torch.zeros(_COLD_BYTES // 4, device=device)
+        self._cold = torch.zeros(COLD_BYTES // 4, device=device)
         self._cycles_per_ms = 0.0  # of a GPU that the host queues work for
         if device.type == "cuda":
             cycles = 50_000_000

@@ -32,7 +32,8 @@ void ask_for_huge_pages(void* data, size_t bytes) {
 at::Tensor empty_laid_out_as(const at::Tensor& like, at::ScalarType dtype) {
   const auto options = like.options().dtype(dtype).requires_grad(false);
   at::Tensor tensor = at::empty_like(like, options, at::MemoryFormat::Preserve);
-  if (tensor.is_cpu() && tensor.nbytes() >= kLarge)
+  const bool is_fake = tensor.key_set().has(c10::DispatchKey::Python);  // it has no memory
+  if (tensor.is_cpu() && !is_fake && tensor.nbytes() >= kLarge)
     ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes());
   return tensor;
 }

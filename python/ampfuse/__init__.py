@@ -8,6 +8,7 @@
 ``ampfuse.graphs``        a training step as one CUDA graph
 ``ampfuse.insight``       what half precision does to each tensor, where an overflow originated,
                           what a training holds in memory
+``ampfuse.plan``          whether a training fits, before anything is allocated
 ``ampfuse.doctor``        where the time goes, and which level to train at
 ``ampfuse.nn``            batch norm, add and ReLU in one pass; ``fuse`` for models as they are
 ``ampfuse.ops``           operations on lists of tensors
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ampfuse import amp, doctor, graphs, insight, nn, ops, optim
     from ampfuse.amp import GradScaler
     from ampfuse.half_ops import cpu_half_ops
+    from ampfuse.insight import plan
 
 
 def _needs_no_torch() -> bool:
@@ -61,6 +63,7 @@ __all__ = [
     "nn",
     "ops",
     "optim",
+    "plan",
 ]
 
 # Imported at first use: `import ampfuse` stays cheap next to `import torch`, and a layer reaches
@@ -68,7 +71,7 @@ __all__ = [
 _MODULES = frozenset({"amp", "doctor", "graphs", "insight", "nn", "ops", "optim"})
 
 # By name, the module that has it.
-_NAMES = {"GradScaler": "amp", "cpu_half_ops": "half_ops"}
+_NAMES = {"GradScaler": "amp", "cpu_half_ops": "half_ops", "plan": "insight"}
 
 
 def __getattr__(name: str) -> object:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._dynamo import eval_frame as dynamo
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -126,6 +126,11 @@ class Float32Output(Tensor):
                 _refuse_access(Tensor.untyped_storage(self)._cdata, _NO_MEMORY)
         self._memory = memory
         return self
+
+    def memory(self) -> Tensor | None:
+        """The tensor that holds its data at present, half or float32."""
+        memory = self._memory
+        return memory.half if memory.float32 is None else memory.float32
 
     def half_data(self) -> Tensor | None:
         """The half data of this view; None once there is FP32 memory."""
@@ -560,7 +565,8 @@ def widen(outputs: Any, model: torch.nn.Module) -> Any:
             return item
         if item.dtype not in HALF_DTYPES:
             return item
-        if type(item) is not Tensor or item.layout is not torch.strided:  # a tracer's, a sparse one
+        is_known = type(item) in (Tensor, FakeTensor)  # not a tracer's
+        if not is_known or item.layout is not torch.strided:
             return item.float()
         if at_once or not item.requires_grad or not (compiles or item.numel() >= LEAST):
             return item.float()

@@ -38,6 +38,7 @@ from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.gpus import check_device
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
+from ampfuse.optim.masters import MASTERS
 from ampfuse.optim.options import Rule, check
 from ampfuse.optim.param_groups import parameters, with_wrapped
 from ampfuse.optim.sharding import is_sharded
@@ -228,7 +229,7 @@ def set_up(
         for inner in with_wrapped(optimizer):
             state = getattr(inner, "state", {})
             for parameter in before:
-                if "master_param" in state.get(parameter, ()):
+                if MASTERS & state.get(parameter, {}).keys():
                     exact.pop(id(parameter), None)
         upgrade(optimizer, master_weights=kind, names=names)
         optimizer.skip_on_overflow = policy.is_dynamic

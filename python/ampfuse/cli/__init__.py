@@ -26,6 +26,7 @@ COMMANDS = {
         "ampfuse.cli.doctor",
         "show where a training script spends its time, and what would help",
     ),
+    "plan": ("ampfuse.cli.plan", "say whether a training fits into memory, and what makes it fit"),
     "env": ("ampfuse.cli.env", "print what a bug report needs"),
 }
 

@@ -72,12 +72,7 @@ def memory_report(
     limit = bytes_of(budget)
     model, inner = eager_module(model), with_wrapped(optimizer)[-1]
     fused = algorithm_of(inner)
-    # How many of the parameter's shape, by the parameter in the model.
-    states: dict[Tensor, int] = {}
-    for group in inner.param_groups:
-        algorithm = algorithm_of(inner, group)
-        count = len(algorithm.states_in(group)) if algorithm else 0
-        states |= {getattr(param, "model_param", param): count for param in group["params"]}
+    states = counts_of_states(inner)
     check_owned(model, states, "Pass the model's own optimizer, or one module with all of them.")
     found = _measured(model, optimizer)
     kept, wide = (0, 0) if batch is None else _activations(model, batch)
@@ -86,7 +81,7 @@ def memory_report(
     if not isinstance(inner, AmpOptimizer):
         options["state_dtype"] = "parameter's"  # as torch has them
     given = {"activations": kept} if fused else {"activations": kept, "states": found["states"]}
-    computed = _computed(model, states, {"master_weights": masters, **options}) | given
+    computed = held_bytes(model, states, {"master_weights": masters, **options}) | given
     held = {"now": {kind: found[kind] or computed[kind] for kind in KINDS}}
     expected = {("now", k) for k in KINDS[:-1] if computed[k] and not found[k]}
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
@@ -94,7 +89,7 @@ def memory_report(
         if fused and changes.get("state_dtype", "fp32") not in fused.storages:
             continue
         casts = "master_weights" in changes and not is_half
-        new = _computed(model, states, {"master_weights": masters, **changes}, casts) | given
+        new = held_bytes(model, states, {"master_weights": masters, **changes}, casts) | given
         new["activations"] -= casts * wide // 2
         if new not in (computed, *held.values()):
             held[mode] = new
@@ -162,7 +157,17 @@ def bytes_of(budget: Any) -> int:
     return int(number)
 
 
-def _computed(
+def counts_of_states(optimizer: Optimizer) -> dict[Tensor, int]:
+    """By parameter of the model, how many states of its shape the optimizer's kernel has."""
+    states: dict[Tensor, int] = {}
+    for group in optimizer.param_groups:
+        algorithm = algorithm_of(optimizer, group)
+        count = len(algorithm.states_in(group)) if algorithm else 0
+        states |= {getattr(param, "model_param", param): count for param in group["params"]}
+    return states
+
+
+def held_bytes(
     model: nn.Module, states: Mapping[Tensor, int], options: Mapping[str, Any], casts: bool = False
 ) -> dict[str, int]:
     """Bytes by kind; `casts`: with the weights of O2 and O5."""

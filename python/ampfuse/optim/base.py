@@ -20,9 +20,9 @@ from ampfuse.dynamo_disable import Function
 from ampfuse.optim import checkpoints
 from ampfuse.optim.gradients import WithGradients
 from ampfuse.optim.last_step import REASONS, LastStep, SkipWatch, skipped_steps
-from ampfuse.optim.masters import has_begun
+from ampfuse.optim.masters import MASTERS, has_begun
 from ampfuse.optim.options import RULES
-from ampfuse.optim.param_groups import with_wrapped
+from ampfuse.optim.param_groups import parameters, with_wrapped
 
 if TYPE_CHECKING:
     from ampfuse.insight.meter import Meter
@@ -172,15 +172,19 @@ class AmpOptimizer(WithGradients):
         self.sync_masters_from_model()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, plus ``master_param`` (float32) for each parameter that has a master, and
-        ``step_history`` (float64): how many steps were skipped, and what `skip_spikes` knows.
+        """As torch's, plus masters for each parameter that has one, and ``step_history`` (float64):
+        how many steps were skipped, and what `skip_spikes` knows.
 
-        Every mode loads the state dicts of every other: a split master is saved as the whole FP32
-        master (4 bytes per parameter while the dict lives), a BF16 state under its name, and an
-        8-bit state as ``<name>_8bit`` (the suffix is its type's) and ``<name>_scale``.
-        torch.distributed.checkpoint gets 8-bit states in float32, and every state from the
-        beginning: with zeros and counts of 0 before the first gradient. It gets ``step_history``
-        with `skip_spikes` only, since it loads no checkpoint that lacks a key.
+        The tensors are the optimizer's own: the dict takes no memory, and the next step changes
+        them. A whole master is ``master_param`` (float32). A split one is ``master_remainder``
+        (int16): 16 more bits of the weight, which is in the model's state dict. A BF16 state is
+        under its name, an 8-bit state under ``<name>_8bit`` (the suffix is its type's) and
+        ``<name>_scale``.
+        Every mode loads the state dicts of every other; see `load_state_dict`.
+
+        torch.distributed.checkpoint gets masters and 8-bit states in float32, and every state from
+        the beginning: with zeros and counts of 0 before the first gradient. It gets
+        ``step_history`` with `skip_spikes` only, since it loads no checkpoint that lacks a key.
         """
         try:
             self._before_saving()
@@ -190,7 +194,7 @@ class AmpOptimizer(WithGradients):
             self._answer_torch()
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """`state_dict` with all states in float32, which torch's optimizer of the name loads."""
+        """`state_dict` in float32, masters included, as torch's optimizer of the name loads it."""
         return checkpoints.in_float32(self, self.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,8 +202,11 @@ class AmpOptimizer(WithGradients):
 
         Accepts state dicts of the torch optimizer of the same name and, with or without masters,
         of ampfuse with any storage type; states are converted to this optimizer's. Masters that are
-        not in the state dict are taken from the model weights; loading split ones also writes their
-        weights.
+        not in the state dict are taken from the model weights. Load the model first if the state
+        dict has split masters and this optimizer has whole ones, or the other way round.
+
+        Tensors are copied one at a time, after the present states have gone: on the device, loading
+        takes no more than the states themselves.
 
         Raises:
             ValueError: the number or shapes of the parameters differ, or the state is damaged, such
@@ -223,6 +230,12 @@ class AmpOptimizer(WithGradients):
         self._is_asked_by_torch = False
         if getattr(self, "param_groups", None):
             self.param_groups[0].pop(checkpoints.HISTORY, None)
+
+    def release_states(self) -> None:
+        """Let go of all states but masters, before others are loaded in their place."""
+        for param in parameters(self):
+            if held := self.state.get(param):
+                self.state[param] = {key: held[key] for key in MASTERS & held.keys()}
 
     def load_history(self, saved: Tensor | None) -> None:
         """Continue after the steps of a saved history; None: after none."""

@@ -18,7 +18,13 @@ from torch.utils._pytree import tree_map
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.last_step import StepHistory
-from ampfuse.optim.masters import MASTERS, MasterParameter, exact_float32, has_begun, pop_master
+from ampfuse.optim.masters import (
+    MASTERS,
+    MasterParameter,
+    exact_float32,
+    has_begun,
+    with_whole_master,
+)
 from ampfuse.optim.options import COUNT, check
 from ampfuse.optim.param_groups import parameters, with_groups
 from ampfuse.optim.sharding import is_sharded, on_shards
@@ -30,17 +36,19 @@ HISTORY = "step_history"
 
 
 def with_masters(optimizer: Any, state_dict: dict[str, Any], *, decoded: bool) -> dict[str, Any]:
-    """torch's `state_dict` with the step history, and all masters, whole or split.
+    """torch's `state_dict` with the step history and all masters, whole or split.
 
-    `decoded`: quantized states are saved in float32, as those of shards always are: another mesh
-    has other blocks.
+    Its tensors are the optimizer's own, so it takes no memory. `decoded`: split masters become
+    whole, and quantized states float32, as those of shards always are: another mesh has other
+    blocks.
     """
     states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
     for i, (group, param) in enumerate(with_groups(optimizer)):
         state = dict(states.get(i, {}))
-        master = param.detach() if isinstance(param, MasterParameter) else pop_master(state, param)
-        if master is not None:
-            state["master_param"] = master
+        if isinstance(param, MasterParameter):
+            state["master_param"] = param.detach()
+        if decoded:
+            with_whole_master(state, param)
         if decoded or is_sharded(param):
             _decode(optimizer.algorithm_in(group), state, param, with_blocks_only=True)
         if state:
@@ -56,6 +64,7 @@ def in_float32(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     state_dict.pop(HISTORY, None)
     for i, (group, param) in enumerate(with_groups(optimizer)):
         if i in state_dict["state"]:
+            with_whole_master(state_dict["state"][i], param)
             _decode(optimizer.algorithm_in(group), state_dict["state"][i], param)
     return state_dict
 
@@ -94,24 +103,24 @@ def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], 
         for key, state in state_dict.get("state", {}).items()
     }
     masters = {
-        i: state.pop("master_param")
+        i: {key: state.pop(key) for key in MASTERS & state.keys()}
         for i, state in states.items()
-        if isinstance(state, dict) and "master_param" in state
+        if isinstance(state, dict)
     }
     names = optimizer._rows.parameter_names()
     for i, param in enumerate(parameters(optimizer)):
-        _check_shape("master_param", masters.get(i), tuple(param.shape), names[i])
-    states = {i: state for i, state in states.items() if state or i not in masters}
+        for key, value in masters.get(i, {}).items():
+            _check_shape(key, value, tuple(param.shape), names[i])
+    states = {i: state for i, state in states.items() if state or not masters.get(i)}
     by({**state_dict, "state": states} | ({"param_groups": groups} if groups else {}))
     for i, param in enumerate(parameters(optimizer)):
-        if i in masters:
-            exact = masters[i].detach().to(param.device, torch.float32)
-            optimizer.restore_master(param, {}, exact)
+        for key, value in masters.get(i, {}).items():
+            _restore_master(optimizer, param, {}, key, value)
     optimizer.load_history(history)
 
 
 def restore_state(optimizer: Any, state: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Undo torch's casts of `saved` in `state`, and restore masters."""
+    """Put the tensors of `saved` into `state`, one at a time, and restore masters."""
     _restore_tensors(optimizer, state["state"], saved)
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     state["param_groups"] = [_as_loaded(optimizer, *pair) for pair in pairs]
@@ -131,16 +140,16 @@ def _as_loaded(optimizer: Any, group: dict[str, Any], saved: dict[str, Any]) -> 
 
 
 def _restore_tensors(optimizer: Any, state: dict[Any, Any], saved: dict[str, Any]) -> None:
+    """Copy the tensors of `saved` into `state`, when the present ones have gone."""
+    optimizer.release_states()
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     for i, param in zip(ids, parameters(optimizer), strict=True):
         was = saved["state"].get(i)
         for key, value in was.items() if isinstance(was, dict) else ():
-            if key == "master_param":
-                exact = value.detach().to(device=param.device, dtype=torch.float32, copy=True)
-                optimizer.restore_master(param, state[param], exact)
+            if key in MASTERS:
+                _restore_master(optimizer, param, state[param], key, value)
             elif key != "step":  # torch puts it on the right device, in the right type
-                uncast = functools.partial(_uncast, param)
-                state[param][key] = tree_map(uncast, value, state[param][key])
+                state[param][key] = tree_map(functools.partial(_loaded, param), value)
     if optimizer._rows.table is None:
         return
     for param in parameters(optimizer):
@@ -149,19 +158,31 @@ def _restore_tensors(optimizer: Any, state: dict[Any, Any], saved: dict[str, Any
             optimizer.restore_master(param, state[param], exact_float32(param))
 
 
-def _uncast(param: Tensor, saved: Any, loaded: Any) -> Any:
-    """The tensor for a state: `loaded`, torch's cast of `saved`, unless that loses something."""
+def _restore_master(
+    optimizer: Any, param: Tensor, state: dict[str, Any], key: str, saved: Tensor
+) -> None:
+    state.pop(key, None)
+    if key == "master_remainder":
+        optimizer._rows.restore_remainder(param, state, saved)
+    else:
+        exact = saved.detach().to(device=param.device, dtype=torch.float32, copy=True)
+        optimizer.restore_master(param, state, exact)
+
+
+def _loaded(param: Tensor, saved: Any) -> Any:
+    """A copy for the state of `param`, of its type if that is wider than a half one."""
     if not isinstance(saved, Tensor):
-        return loaded
-    if saved.dtype in HALF_DTYPES and param.dtype not in HALF_DTYPES:
-        return loaded
-    return saved.detach().to(param.device, copy=True)
+        return saved
+    is_narrow = saved.dtype in HALF_DTYPES and param.dtype not in HALF_DTYPES
+    dtype = param.dtype if is_narrow else saved.dtype
+    return saved.detach().to(param.device, dtype, copy=True)
 
 
-def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
+def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Pre-hook of load_state_dict: raise for a state that does not fit before anything changes.
 
-    Only values that a fused step reads are checked.
+    Only values that a fused step reads are checked. torch gets the state dict with their names and
+    step counts alone: it would cast, and hold, a copy of all of them.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -183,6 +204,11 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> None:
                 if isinstance(key, str) and has_master and has_begun(state):
                     _check_has(["master_param"], state, name)
     optimizer._loading = state_dict
+    states = dict(state_dict["state"])
+    for key in (key for group in state_dict["param_groups"] for key in group["params"]):
+        if isinstance(state := states.get(key), dict):
+            states[key] = {name: state[name] if name == "step" else None for name in state}
+    return {**state_dict, "state": states}
 
 
 def _check_state(
@@ -205,6 +231,12 @@ def _check_state(
                 needed += (storage or FP32).keys(stored.name)
     for key, shape in shapes.items():
         _check_shape(key, state.get(key), shape, name)
+    remainder = state.get("master_remainder")
+    if remainder is not None and remainder.dtype != torch.int16:
+        raise ValueError(
+            f"master_remainder for {name} is {remainder.dtype} in the state dict; it must be "
+            "int16, as it was saved. Nothing was loaded."
+        )
     if not state.keys() <= {*MASTERS, "ema"}:
         _check_has(needed, state, name)
 

@@ -319,6 +319,10 @@ class FusedOptimizer(AmpOptimizer):
 
     # --- state dicts and copies -----------------------------------------------------------------
 
+    def release_states(self) -> None:
+        self._states.release()
+        super().release_states()
+
     def _before_saving(self) -> None:
         self._states.discard_uninitialized()
         super()._before_saving()

@@ -49,6 +49,12 @@ def pop_master(state: dict[str, Any], param: Tensor) -> Tensor | None:
     return master if remainder is None else joined_master(param, remainder)
 
 
+def with_whole_master(state: dict[str, Any], param: Tensor) -> None:
+    """Make a split master in the state of `param` a whole one."""
+    if "master_remainder" in state:
+        state["master_param"] = joined_master(param, state.pop("master_remainder"))
+
+
 def has_begun(state: Any) -> bool:
     """Whether the state of a parameter holds more than its master, as it does after a step."""
     return not isinstance(state, dict) or not state.keys() <= {*MASTERS, "_model_version"}

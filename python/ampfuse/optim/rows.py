@@ -14,6 +14,7 @@ from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.gpus import check_device
 from ampfuse.optim.masters import (
+    MASTERS,
     MasterParameter,
     exact_float32,
     install_masters,
@@ -227,7 +228,8 @@ class Rows(Component):
             table.add_row(local(state["master_param"]), shard, name, version, **more)
         else:
             if not under_amp:  # no row uses a master that was loaded
-                optimizer.state.get(param, {}).pop("master_param", None)
+                for key in MASTERS & optimizer.state.get(param, {}).keys():
+                    del optimizer.state[param][key]
             table.add_row(shard, None, name, 0, optimizer.rounding == "stochastic", **more)
 
     def remainder(self, param: Tensor) -> Tensor:
@@ -246,6 +248,25 @@ class Rows(Component):
         if self.is_split(param):
             return local(joined_master(param, self.remainder(param)))
         return self.known().param(row).detach()
+
+    def restore_remainder(self, param: Tensor, state: dict[str, Any], saved: Tensor) -> None:
+        """Make `saved` (int16) the remainder of the master of `param`, a parameter of the groups.
+
+        A split master takes it as it is, whether the weight is loaded before or after. A whole one
+        is joined from it and the weight, which must have been loaded.
+        """
+        weight = leaf_of(param)
+        if self.is_split(param):
+            state["master_remainder"] = self.remainder(param)
+            local(state["master_remainder"]).copy_(local(saved))
+            if self.table is not None:
+                self.table.masters.accept_model_weights()
+        elif weight.dtype in HALF_DTYPES and self.optimizer.master_weights:
+            laid_out = _core.C.empty_laid_out_as(local(weight).detach(), torch.int16)
+            remainder = placed_as(weight, laid_out.copy_(local(saved)))
+            self.restore_master(param, state, joined_master(weight, remainder))
+        elif self.table is None:  # amp.initialize may still cast the weights
+            state["master_remainder"] = saved.detach().to(param.device, copy=True)
 
     def restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
         """Make `master` (float32) the master of `param`, a parameter of the groups.

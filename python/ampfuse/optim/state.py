@@ -209,6 +209,13 @@ class States(Component):
             raise ValueError(changed_too_late(f"state_dtype of group {i}", was, now))
         self.are_bound = False
 
+    def release(self) -> None:
+        """Let go of all states: others are about to take their place."""
+        self.are_bound, self._started = False, []
+        if self.optimizer._rows.table is not None:
+            for row in range(len(self.optimizer._rows.params)):
+                self._table.set_states(row, None)
+
     def forget(self) -> None:
         """There are new rows, so nothing is bound, and captured graphs are of others."""
         self._pinned, self.are_bound = {}, False

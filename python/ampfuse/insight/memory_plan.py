@@ -1,0 +1,468 @@
+"""``ampfuse.plan``: whether a training fits, in each mode, before anything is allocated.
+
+Weights, gradients, masters and states follow from the model and from the schema of the optimizers.
+For activations one forward and backward pass of a copy runs on torch's fake tensors, which have
+shapes and no memory; a dispatch mode adds up the storages that operations make while they live.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import ampfuse
+from ampfuse import pytree
+from ampfuse.amp.casts import Casts, cast_model, eager_module, install, is_installed
+from ampfuse.amp.float32_output import Float32Output
+from ampfuse.amp.policy import LEVELS, Policy, make_policy
+from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.insight import inputs
+from ampfuse.insight.memory import bytes_of, counts_of_states, held_bytes, size
+from ampfuse.insight.reports import aligned
+from ampfuse.nn import fuse, linear_cross_entropy, recompute_norms
+from ampfuse.optim.fused import algorithm_of
+from ampfuse.optim.muon import step_bytes
+
+# Of held memory, in the order of the table; `peak` is the most at one time.
+KINDS = "weights gradients accumulators masters states average activations peak".split()
+_FP32_LEVEL = {"O2": "O1", "O3": "O1", "O5": "O4"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One way to need less memory: options of the optimizer, or a change of the model or loss."""
+
+    name: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    model: str | None = None  # a key of `_PASSES`
+
+
+# Each is added to those before it: first what loses nothing, then what costs precision or time.
+CHANGES = (
+    Change('master_weights="split"', {"master_weights": "split"}),
+    Change('state_dtype="8bit"', {"state_dtype": "8bit"}),
+    Change("LinearCrossEntropy", model="linear_cross_entropy"),
+    Change("fuse=True", model="fuse"),
+    Change("recompute_norms", model="recompute_norms"),
+    Change("activation checkpointing", model="checkpointing"),
+    Change('no masters, rounding="stochastic"', {"master_weights": False}),
+)
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    optimizer: str | Callable[[Any], Optimizer] = "AdamW",
+    *,
+    opt_level: str = "O5",
+    loss_function: inputs.LossFunction | None = None,
+    budget: str | float | None = None,
+    device: str = "cuda",
+    fuse: bool = False,
+    accumulate: bool = False,
+) -> Plan:
+    """What a training of `model` needs, by kind and at its peak: at `opt_level`, in FP32, under
+    autocast, and with what reduces it, one change after another.
+
+    Nothing is computed and nothing is allocated: the model may be larger than the machine. `model`
+    does not change.
+
+    Arguments:
+        model: a module, on any device or on ``meta``, before ``amp.initialize``; or a function that
+            builds one, which is called under ``torch.device("meta")``.
+        batch: what `model` takes: a tensor, a tuple of arguments or a dict of keywords; of tensors
+            only shape and dtype count, so they may be on ``meta``.
+        optimizer: the name of a class of ``ampfuse.optim`` or ``torch.optim``, or a function of the
+            parameters that makes one, whose ``master_weights``, ``state_dtype`` and ``ema_decay``
+            count.
+        opt_level: "O0" to "O5".
+        loss_function: ``loss_function(model, batch)`` returns the loss. By default it is ``loss``
+            of what the model returns, as transformers' models have it if `batch` has labels, or
+            the sum of its outputs.
+        budget: memory to compare with: "80GB", "15 GiB", or a number of bytes; None: what the GPU
+            here has, if there is one.
+        device: "cuda" or "cpu", which may be elsewhere.
+        fuse: as in ``amp.initialize``.
+        accumulate: several backward passes make a step, so gradients live throughout.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+        RuntimeError: the model cannot run on fake tensors, because its operations depend on values
+            (``.item()``, ``nonzero``). The cause is the message's.
+
+    Source: ``torch._subclasses.fake_tensor``; the idea of a memory tracker as a dispatch mode is
+    that of ``torch.distributed._tools.mem_tracker``.
+    """
+    if opt_level not in LEVELS:
+        raise ValueError(f"opt_level must be one of {', '.join(LEVELS)}, got {opt_level!r}")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'device must be "cpu" or "cuda", got {device!r}')
+    if budget is None and device == "cuda" and torch.cuda.is_available():
+        budget = torch.cuda.get_device_properties("cuda").total_memory
+    limit = None if budget is None else bytes_of(budget)
+    model = _built(model)
+    training = PlannedTraining(
+        model, batch, loss_function, device, _maker_of(optimizer), fuse, accumulate
+    )
+    changes = CHANGES if opt_level in ("O2", "O5") else CHANGES[2:6]
+    held = {}
+    levels = ["O0", _FP32_LEVEL.get(opt_level), opt_level]
+    for level in dict.fromkeys(level for level in levels if level):
+        held[level] = training.held(level, {}, ())
+    options: dict[str, Any] = {}
+    passes: tuple[str, ...] = ()
+    for change in changes:
+        options |= change.options
+        new = (*passes, change.model) if change.model and training.can(change.model) else passes
+        found = training.held(opt_level, options, new)
+        if found["peak"] < min(row["peak"] for row in held.values()):
+            held[f"+ {change.name}"], passes = found, new
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    heading = f"{training.optimizer_name}, {elements:,} parameters, on {device}"
+    asked = list(held).index(opt_level)
+    return Plan(heading, elements, limit, held, asked, list(training.notes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What :func:`plan` found; ``print`` shows it as a table.
+
+    `held` has bytes by mode and kind (see `KINDS`); a mode is a level, or begins with "+": a change
+    that is added to all before it. `asked` is the place of the level that was asked for, `budget`
+    is in bytes or None, and `parameters` counts elements.
+    """
+
+    heading: str
+    parameters: int
+    budget: int | None
+    held: Mapping[str, Mapping[str, int]]
+    asked: int
+    notes: Sequence[str]
+
+    def fits(self, mode: str) -> bool:
+        """Whether the peak of `mode` is within the budget. Raises ValueError without a budget."""
+        if self.budget is None:
+            raise ValueError("there is no budget: pass budget= to ampfuse.plan")
+        return self.held[mode]["peak"] <= self.budget
+
+    @property
+    def suggestion(self) -> str:
+        """The smallest change that makes it fit, as a sentence; "" without a budget."""
+        if self.budget is None:
+            return ""
+        level, *changes = list(self.held)[self.asked :]
+        if self.fits(level):
+            return f"{level} fits as it is."
+        for count, change in enumerate(changes, 1):
+            if self.fits(change):
+                return f"{level} fits with {', '.join(each[2:] for each in changes[:count])}."
+        least = min(row["peak"] for row in self.held.values())
+        return (
+            f"Nothing here fits: at least {size(least)} are needed. Take a smaller batch, or shard "
+            f"the model (FSDP2) over {-(-least // self.budget)} or more devices."
+        )
+
+    def table(self) -> str:
+        """A row for each mode: what it holds by kind, its peak, and whether it fits."""
+        kinds = [kind for kind in KINDS if any(row[kind] for row in self.held.values())]
+        lines = [["", *kinds, *([f"fits {size(self.budget)}"] if self.budget else [])]]
+        for mode, row in self.held.items():
+            cells = [size(row[kind]) if row[kind] else "-" for kind in kinds]
+            fits = ["yes" if self.fits(mode) else "no"] if self.budget else []
+            lines.append([mode, *cells, *fits])
+        rest = [line for line in (self.suggestion, *self.notes) if line]
+        return "\n".join([self.heading, *aligned(lines, left=(0,)), *rest])
+
+    __str__ = table
+
+
+# --- the model, the optimizer and one pass ----------------------------------------------------
+
+
+def _built(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module) and callable(model):
+        with torch.device("meta"):
+            model = model()
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            "model must be a module, or a function that builds one: write "
+            f"ampfuse.plan(model, batch). Got {type(model).__name__}."
+        )
+    model = eager_module(model)
+    if is_installed(model):
+        raise ValueError("the model has been through amp.initialize: plan with it as it was before")
+    return model
+
+
+def _maker_of(optimizer: Any) -> Callable[[Any], Optimizer]:
+    if isinstance(optimizer, str):
+        found = getattr(ampfuse.optim, optimizer, getattr(torch.optim, optimizer, None))
+        if not (isinstance(found, type) and issubclass(found, Optimizer)):
+            raise ValueError(f"{optimizer!r} is no optimizer of ampfuse.optim or torch.optim")
+        return found
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        raise TypeError(
+            "optimizer must be a name or a function of the parameters, such as lambda params: "
+            f"ampfuse.optim.SGD(params, lr=0.1, momentum=0.9); got {type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+@dataclasses.dataclass
+class PlannedTraining:
+    """The training that is planned."""
+
+    model: nn.Module
+    batch: Any
+    loss_function: inputs.LossFunction | None
+    device: str
+    make: Callable[[Any], Optimizer]
+    fuse: bool
+    accumulate: bool
+
+    def __post_init__(self) -> None:
+        self.optimizer_name = ""
+        self.notes: dict[str, None] = {}
+        self._passes: dict[Any, tuple[int, int]] = {}
+
+    def can(self, change: str) -> bool:
+        """Whether a change of the model applies to this one."""
+        if change == "linear_cross_entropy":
+            return self.loss_function is None and _has_language_head(self.model, self.batch)
+        return change != "checkpointing" or len(_blocks(self.model)) > 1
+
+    def held(
+        self, level: str, options: Mapping[str, Any], changes: tuple[str, ...]
+    ) -> dict[str, int]:
+        """Bytes by kind at a level, with options of the optimizer and changes of the model."""
+        policy = make_policy(level)
+        with FakeTensorMode():
+            model = self._model(policy)
+            optimizer = self.make([p for p in model.parameters() if p.requires_grad])
+            fused = algorithm_of(optimizer)
+            scratch = step_bytes(optimizer) if fused and fused.has_scratch else 0
+            own = {name: getattr(optimizer, name, None) for name in ("state_dtype", "ema_decay")}
+            masters = policy.master_weights or False
+            own["master_weights"] = (masters and getattr(optimizer, "master_weights", 0)) or masters
+            wanted = options.get("state_dtype", own["state_dtype"])
+            if fused and wanted in fused.storages:
+                own["state_dtype"] = wanted
+            own |= {name: value for name, value in options.items() if name == "master_weights"}
+            found = held_bytes(model, counts_of_states(optimizer), own)
+            trained = [p for p in model.parameters() if p.requires_grad]
+        if self.accumulate and own["master_weights"]:
+            found["accumulators"] = sum(4 * p.numel() for p in trained if p.dtype in HALF_DTYPES)
+        self.optimizer_name = type(optimizer).__name__
+        if not fused:
+            self.notes[f"The states of {self.optimizer_name} are not counted."] = None
+        for kind in {type(module) for module in model.modules()} & {nn.RNN, nn.LSTM, nn.GRU}:
+            self.notes[f"What {kind.__name__} keeps for its backward is not counted."] = None
+        if (level, changes) not in self._passes:
+            self._passes[level, changes] = self._pass(policy, changes)
+        found["activations"], most = self._passes[level, changes]
+        throughout = sum(found.values()) - found["gradients"] - found["activations"]
+        found["peak"] = throughout + max(most, found["gradients"] + scratch)
+        return found
+
+    def _model(self, policy: Policy, *, is_fused: bool = False) -> nn.Module:
+        """A fake copy as ``amp.initialize`` makes it."""
+        model = _fake(self.model)
+        if is_fused:
+            fuse(model)
+        if policy.weights_type is None:
+            return model.float()
+        keep = bool(policy.keep_batchnorm_fp32)
+        cast_model(model, policy.weights_type, keep_batchnorm_fp32=keep)
+        return model
+
+    def _pass(self, policy: Policy, changes: tuple[str, ...]) -> tuple[int, int]:
+        """What a forward pass keeps for its backward, and the most at one time in both."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(inputs.same_random_numbers())
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            model = self._model(policy, is_fused=self.fuse or "fuse" in changes)
+            if "checkpointing" in changes:
+                _checkpoint(model)
+            loss_function = self.loss_function or _default_loss
+            if "linear_cross_entropy" in changes:
+                loss_function = _language_loss
+            install(model, Casts.of(policy))
+            model.train()
+            batch = pytree.replace(self.batch, _fake_tensor)
+            known = [*model.parameters(), *model.buffers(), *pytree.tensors(batch)]
+            live = stack.enter_context(_Live(known))
+            if "recompute_norms" in changes:
+                stack.enter_context(recompute_norms())
+            if self.device == "cuda":
+                stack.enter_context(_AsOnGpu())
+            stack.enter_context(torch.enable_grad())
+            kept = 0
+            try:
+                for _ in range(2 if self.accumulate else 1):
+                    before = live.now
+                    loss = inputs.call(loss_function, model, batch)
+                    kept = live.now - before
+                    loss.backward()
+                    del loss
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise RuntimeError(
+                    f"The model cannot be planned: {error.func} depends on values, and fake "
+                    "tensors have none. Leave it out of the model and of loss_function."
+                ) from error
+            return kept, live.peak
+
+
+def _fake_tensor(item: Any) -> Any:
+    """A fake one of the same shape and layout on the CPU; another item as it is."""
+    if not isinstance(item, Tensor) or isinstance(item, FakeTensor):
+        return item
+    fake = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="cpu")
+    return nn.Parameter(fake, item.requires_grad) if isinstance(item, nn.Parameter) else fake
+
+
+def _fake(model: nn.Module) -> nn.Module:
+    """A copy with fake tensors, also in plain attributes."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        own = vars(module)
+        for tensor in pytree.tensors([own["_parameters"], own["_buffers"], list(own.values())]):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = _fake_tensor(tensor)
+    return copy.deepcopy(model, memo)
+
+
+class _AsOnGpu(TorchFunctionMode):
+    """Dropout and attention keep what they keep on a GPU: a mask of bytes, and no probabilities.
+
+    (Fake tensors on a device that is not there have no backward pass.)
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if len(args) <= 4 else {}
+        if func is F.dropout:
+            call = inspect.signature(F.dropout).bind(*args, **kwargs)
+            call.apply_defaults()
+            x, p, training, inplace = call.arguments.values()
+            if training and 0 < p < 1 and not inplace:
+                return torch.native_dropout(x, p, True)[0]
+        return func(*args, **kwargs)
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of storages that operations have made, while they live.
+
+    Attributes:
+        now: the bytes at present.
+        peak: the most so far.
+    """
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.ampfuse.cross_entropy_gradient.default:
+            # Without a mode it overwrites the logits, which only the loss holds.
+            self._free(args[1].untyped_storage()._cdata)
+        for tensor in pytree.tensors(result):
+            memory = tensor.memory() if isinstance(tensor, Float32Output) else tensor
+            if isinstance(memory, FakeTensor):
+                self._count(memory.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._alive or key in self._known:
+            return
+        self._alive[key] = storage.nbytes()
+        weakref.finalize(storage, self._free, key)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+
+    def _free(self, key: int) -> None:
+        self.now -= self._alive.pop(key, 0)
+
+
+# --- losses, and changes of a model -----------------------------------------------------------
+
+
+def _output(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*(batch if isinstance(batch, tuple) else (batch,)))
+
+
+def _default_loss(model: nn.Module, batch: Any) -> Tensor:
+    output = _output(model, batch)
+    if isinstance(loss := getattr(output, "loss", None), Tensor):
+        return loss
+    outputs = [each for each in pytree.tensors(output) if each.requires_grad]
+    return torch.stack([each.float().sum() for each in outputs]).sum()
+
+
+def _has_language_head(model: nn.Module, batch: Any) -> bool:
+    """Whether it is a causal language model of transformers, whose batch has labels."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    has_labels = isinstance(batch, Mapping) and "labels" in batch
+    return has_labels and isinstance(head, nn.Linear) and hasattr(model, "base_model")
+
+
+def _language_loss(model: Any, batch: Any) -> Tensor:
+    """The loss of a language model from its hidden states, with no logits in memory."""
+    rest = {name: value for name, value in batch.items() if name != "labels"}
+    head = model.get_output_embeddings()
+    hidden = model.base_model(**rest).last_hidden_state[:, :-1]
+    target = batch["labels"][:, 1:]
+    return linear_cross_entropy(hidden.flatten(0, 1), head.weight, target.flatten(), head.bias)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks with most parameters: those of the ModuleList or Sequential."""
+    best: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            blocks = list(module)
+            if (
+                len(blocks) > 1
+                and len(set(map(type, blocks))) == 1
+                and _weigh(blocks) > _weigh(best)
+            ):
+                best = blocks
+    return best
+
+
+def _weigh(modules: Sequence[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def _checkpoint(model: nn.Module) -> None:
+    for block in _blocks(model):
+        forward = functools.partial(checkpoint, block.forward)
+        # Fake tensors draw no random numbers.
+        block.forward = functools.partial(forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,346 @@
+"""``ampfuse.plan`` against what trainings hold and allocate."""
+
+import copy
+import gc
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import ampfuse
+from ampfuse import amp, hardware
+from ampfuse.amp import session
+from programs import python
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Text(nn.Module):
+    """Tied weights, a plain tensor as an attribute, blocks."""
+
+    def __init__(self, width=64, words=4096, depth=3):
+        super().__init__()
+        self.embedding, self.blocks = (
+            nn.Embedding(words, width),
+            nn.ModuleList(Block(width) for _ in range(depth)),
+        )
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embedding.weight
+        self.places = torch.arange(width)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()]
+        self.layers, self.head = nn.Sequential(*layers), nn.Linear(64, 10)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+def images(count):
+    return torch.randn(count, 3, 64, 64).to(memory_format=torch.channels_last)
+
+
+def of_text(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def of_images(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+CASES = {
+    "text": (Text, of_text, lambda: (torch.randint(4096, (8, 128)), torch.randint(4096, (8, 128)))),
+    "images": (Images, of_images, lambda: (images(8), torch.randint(10, (8,)))),
+}
+
+
+def peak_of(call):
+    """The most bytes at one time of tensors that `call` makes."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    now = peak = 0
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def trained(case, level, **options):
+    """What a training holds between two steps, and the peak of a step."""
+    make, loss_function, batch_of = CASES[case]
+    torch.manual_seed(0)
+    model, batch = make(), batch_of()
+    optimizer = ampfuse.optim.AdamW(model.parameters(), **options)
+    masters = {"master_weights": options["master_weights"]} if "master_weights" in options else {}
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **masters)
+
+    def step():
+        optimizer.zero_grad()
+        # Without BF16 instructions they work on FP32 copies.
+        with (
+            ampfuse.cpu_half_ops(False),
+            amp.scale_loss(loss_function(model, batch), optimizer) as scaled,
+        ):
+            scaled.backward()
+        optimizer.step()
+
+    step()
+    step()
+    held = amp.memory_report(model, optimizer).held["now"]
+    return held, sum(held.values()) - held["gradients"] + peak_of(step)  # which goes first
+
+
+MODES = {
+    "O0": ("O0", {}, "O0"),
+    "O4": ("O4", {}, "O4"),
+    "O5": ("O5", {}, "O5"),
+    "split": ("O5", {"master_weights": "split"}, '+ master_weights="split"'),
+    "8bit": ("O5", {"master_weights": "split", "state_dtype": "8bit"}, '+ state_dtype="8bit"'),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_holds_what_was_planned(case, mode):
+    make, loss_function, batch_of = CASES[case]
+    level, options, name = MODES[mode]
+    plan = ampfuse.plan(
+        make, batch_of(), loss_function=loss_function, opt_level=level, device="cpu"
+    )
+    held, peak = trained(case, level, **options)
+    planned = plan.held[name]
+    for kind in ("weights", "gradients", "masters", "average"):
+        assert planned[kind] == held[kind], kind
+    assert 0 <= held["states"] - planned["states"] < 1000  # step counts
+    if case == "text" or level == "O0" or hardware.cpu_has_bf16():  # else convolutions unfold
+        assert planned["peak"] == pytest.approx(peak, rel=0.05)
+
+
+def test_what_reduces_the_peak_does():
+    make, loss_function, batch_of = CASES["text"]
+    plan = ampfuse.plan(make, batch_of(), loss_function=loss_function, device="cpu")
+    peaks = [row["peak"] for row in plan.held.values()]
+    assert list(plan.held)[:3] == ["O0", "O4", "O5"]
+    assert peaks == sorted(peaks, reverse=True)
+    assert "+ activation checkpointing" in plan.held
+    deep = ampfuse.plan(
+        lambda: make(depth=12), batch_of(), loss_function=loss_function, device="cpu"
+    )
+    rows = deep.held["+ activation checkpointing"], deep.held['+ state_dtype="8bit"']
+    assert rows[0]["activations"] < rows[1]["activations"] / 2
+
+
+def test_batch_norms_are_recomputed_where_there_are_any():
+    make, loss_function, batch_of = CASES["images"]
+    plan = ampfuse.plan(make, batch_of(), loss_function=loss_function, device="cpu")
+    before, after = plan.held['+ state_dtype="8bit"'], plan.held["+ recompute_norms"]
+    assert after["activations"] < 0.8 * before["activations"]
+    text = CASES["text"]
+    none = ampfuse.plan(text[0], text[2](), loss_function=text[1], device="cpu")
+    assert "+ recompute_norms" not in none.held
+
+
+def test_language_models_of_transformers_without_logits():
+    hf = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = hf.LlamaConfig(vocab_size=32000, intermediate_size=128, use_cache=False, **sizes)
+    tokens = torch.empty(2, 256, dtype=torch.int64, device="meta")
+    batch = {"input_ids": tokens, "labels": tokens}
+    plan = ampfuse.plan(lambda: hf.LlamaForCausalLM(config), batch, device="cpu")
+    before, after = plan.held['+ state_dtype="8bit"'], plan.held["+ LinearCrossEntropy"]
+    assert before["peak"] - after["peak"] > 0.5 * 2 * 255 * 32000 * 2
+    with torch.no_grad():  # the loss is that of the model
+        model, text = hf.LlamaForCausalLM(config), torch.randint(32000, (2, 16))
+        batch = {"input_ids": text, "labels": text}
+        ours = ampfuse.insight.memory_plan._language_loss(model, batch)
+        torch.testing.assert_close(ours, model(**batch).loss)
+
+
+def test_eight_billion_parameters_are_planned_on_any_machine():
+    def build():
+        return Text(4096, 128_256, 54)
+
+    tokens = torch.empty(1, 4096, dtype=torch.int64, device="meta")
+    plan = ampfuse.plan(build, tokens, budget="80GB", device="cpu")
+    n = plan.parameters
+    assert 7e9 < n < 9e9
+    assert plan.held["O0"]["states"] == 8 * n
+    assert not plan.fits("O5")
+    assert plan.suggestion.startswith('O5 fits with master_weights="split"')
+    assert "fits 80 GB" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [
+        ("1GB", "O5 fits as it is."),
+        ("5kB", "Nothing here fits: at least "),
+        (None, ""),
+    ],
+)
+def test_the_suggestion(budget, says):
+    plan = ampfuse.plan(nn.Linear(64, 64), torch.randn(4, 64), budget=budget, device="cpu")
+    assert plan.suggestion.startswith(says)
+    assert bool(plan.suggestion) == bool(budget)
+    assert ("fits" in str(plan)) == bool(budget)
+    if budget is None:
+        with pytest.raises(ValueError, match="pass budget="):
+            plan.fits("O5")
+
+
+def test_the_smallest_change_is_named():
+    model, batch = nn.Linear(512, 512), torch.randn(4, 512)
+    peaks = ampfuse.plan(model, batch, device="cpu").held
+    split = peaks['+ master_weights="split"']["peak"]
+    plan = ampfuse.plan(model, batch, budget=split, device="cpu")
+    assert plan.suggestion == 'O5 fits with master_weights="split".'
+    plan = ampfuse.plan(model, batch, budget=split - 1, device="cpu")
+    assert plan.suggestion == 'O5 fits with master_weights="split", state_dtype="8bit".'
+
+
+@pytest.mark.parametrize(("level", "levels"), [("O0", ["O0"]), ("O2", ["O0", "O1", "O2"])])
+def test_levels(level, levels):
+    plan = ampfuse.plan(nn.Linear(64, 64), torch.randn(4, 64), opt_level=level, device="cpu")
+    assert [mode for mode in plan.held if not mode.startswith("+")] == levels
+    assert ('+ master_weights="split"' in plan.held) == (level == "O2")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"),
+    [
+        ("SGD", 0),
+        (lambda params: ampfuse.optim.SGD(params, lr=0.1, momentum=0.9), 4),
+        ("Lion", 4),
+        (torch.optim.Adam, 8),
+        (lambda params: torch.optim.AdamW(params, fused=True), 8),
+        (lambda params: ampfuse.optim.AdamW(params, state_dtype="bf16"), 4),
+    ],
+)
+def test_optimizers(optimizer, states):
+    plan = ampfuse.plan(nn.Linear(64, 64), torch.randn(4, 64), optimizer, device="cpu")
+    assert {row["states"] for mode, row in plan.held.items() if mode[0] == "O"} == {states * 4160}
+
+
+def test_options_of_the_optimizer_are_kept():
+    def make(params):
+        return ampfuse.optim.AdamW(params, master_weights="split", ema_decay=0.9)
+
+    held = ampfuse.plan(nn.Linear(64, 64), torch.randn(4, 64), make, device="cpu").held
+    assert held["O5"]["masters"] == 2 * 4160
+    assert held["O5"]["average"] == 4 * 4160
+    assert '+ master_weights="split"' not in held
+
+
+def test_gradients_that_accumulate_live_throughout():
+    make, loss_function, batch_of = CASES["text"]
+    one, two = (
+        ampfuse.plan(
+            make, batch_of(), loss_function=loss_function, device="cpu", accumulate=accumulate
+        ).held["O5"]
+        for accumulate in (False, True)
+    )
+    assert two["accumulators"] == 2 * one["gradients"]
+    assert two["peak"] > one["peak"] + one["gradients"]
+
+
+def test_nothing_changes(monkeypatch):
+    make, loss_function, batch_of = CASES["images"]
+    model, batch = make(), batch_of()
+    before, latest = copy.deepcopy(model.state_dict()), session._latest
+    state = torch.get_rng_state(), random.getstate()
+    ampfuse.plan(model.eval(), batch, loss_function=loss_function, device="cpu", fuse=True)
+    assert not model.training
+    assert session._latest is latest
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert random.getstate() == state[1]
+    assert type(model) is Images
+    assert {type(each) for each in model.layers} == {
+        nn.Conv2d,
+        nn.BatchNorm2d,
+        nn.ReLU,
+        nn.MaxPool2d,
+    }
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def of_values(model, batch):
+    return model(batch) * batch.sum().item()
+
+
+def test_errors():
+    model, batch = nn.Linear(4, 4), torch.randn(2, 4)
+    for wrong, error, says in (
+        ({"model": 3}, TypeError, "a module, or a function that builds one"),
+        ({"model": lambda: 3}, TypeError, "got int|Got int"),
+        (
+            {"optimizer": "Adan"},
+            ValueError,
+            "'Adan' is no optimizer of ampfuse.optim or torch.optim",
+        ),
+        ({"optimizer": torch.optim.SGD(model.parameters(), 0.1)}, TypeError, "lambda params"),
+        ({"opt_level": "O6"}, ValueError, "one of O0, O1, O2, O3, O4, O5, got 'O6'"),
+        ({"budget": "much"}, ValueError, "budget must be"),
+        ({"loss_function": of_values}, RuntimeError, "depends on values"),
+        ({"batch": torch.randn(2, 5)}, RuntimeError, "reduction dim"),
+    ):
+        arguments = {"model": model, "batch": batch, "device": "cpu"} | wrong
+        with pytest.raises(error, match=says):
+            ampfuse.plan(**arguments)
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    with pytest.raises(ValueError, match="been through"):
+        ampfuse.plan(model, batch)
+
+
+def test_the_command():
+    pytest.importorskip("timm")
+    pytest.importorskip("transformers")
+    sizes = "hidden_size=64 num_hidden_layers=2 num_attention_heads=4 intermediate_size=128"
+    for arguments, says in (
+        (
+            ["--timm", "resnet18", "--image", "64", "--optimizer", "SGD"],
+            "SGD, 11,689,512 parameters",
+        ),
+        (["--hf", "llama", "--tokens", "64", "--set", *sizes.split()], "LinearCrossEntropy"),
+    ):
+        run = python("-m", "ampfuse", "plan", "--device", "cpu", "--budget", "1GB", *arguments)
+        assert says in run.stdout
+        assert "fits" in run.stdout
+    for arguments, says in (
+        (["--timm", "resnet19"], "no model of timm"),
+        (["--hf", "vit"], "no causal language model"),
+        (["--timm", "vit_tiny_patch16_224", "--image", "64"], "Input height (64)"),
+        (["--hf", "llama", "--set", "x"], "expected KEY=VALUE"),
+        (["--timm", "resnet18", "--level", "O7"], "one of O0"),
+    ):
+        run = python("-m", "ampfuse", "plan", "--device", "cpu", *arguments)
+        assert run.returncode == 2
+        assert says in run.stderr.strip().splitlines()[-1]
