@@ -15,7 +15,9 @@ from programs import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LINES = {"cifar_airbench_style": 150, "gpt": 120, "hf_finetune": 120, "lightning_digits": 120}
+LINES |= {"finetune_llama_one_gpu": 150}
 NEEDS = {
+    "finetune_llama_one_gpu": ["transformers"],
     "hf_finetune": ["transformers", "accelerate"],
     "lightning_digits": ["lightning", "sklearn"],
 }
@@ -68,7 +70,14 @@ def test_example_learns(name, precision, tmp_path):
 
 
 # The others take seconds, and say little that the tests of integrations do not.
-@pytest.mark.parametrize("name", ["gpt", slow("hf_finetune"), slow("lightning_digits")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        pytest.param("hf_finetune", marks=pytest.mark.exhaustive),
+        slow("lightning_digits"),
+    ],
+)
 def test_native_run_leaves_ampfuse_alone(name, tmp_path):
     import_needs(name)
     file = tmp_path / "losses.csv"
@@ -90,7 +99,7 @@ def test_hugging_face_example_takes_another_model(tmp_path):
     assert script["main"](["--model", str(tmp_path), "--steps", "3"]) > 0.4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",  # without the instructions its products take six minutes
     [pytest.param(name, marks=[NEEDS_BF16] * (name == "gpt")) for name in GOALS],
@@ -103,6 +112,37 @@ def test_example_reaches_its_goal(name):
 @pytest.mark.parametrize("name", LINES)
 def test_example_is_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LINES[name]
+
+
+@pytest.mark.parametrize("passes", ["1", slow("2")])
+def test_the_language_model_goes_on_with_the_same_bits(passes, tmp_path, capsys):
+    import_needs("finetune_llama_one_gpu")
+    file = tmp_path / "checkpoint.pt"
+    small = ["--batch", "2", "--length", "32", "--passes", passes, "--budget", "1GB"]
+    script = runpy.run_path(str(EXAMPLES / "finetune_llama_one_gpu.py"))
+    whole = script["main"]([*small, "--steps", "20"])
+    assert sum(whole[-5:]) / 5 < 4.5 < whole[0]
+    first = script["main"]([*small, "--steps", "3", "--checkpoint", str(file)])
+    assert first + script["main"]([*small, "--steps", "20", "--checkpoint", str(file)]) == whole
+    assert "O5 fits as it is." in capsys.readouterr().out
+    bits = torch.load(file, weights_only=True)
+    params = sum(weight.numel() for weight in bits["model"].values())
+    # Weights and remainders of 2 bytes, 2.1 of states; small tensors have FP32 states.
+    assert file.stat().st_size < 6.5 * params + 50_000
+
+
+def test_the_language_model_takes_a_folder(tmp_path):
+    import_needs("finetune_llama_one_gpu")
+    transformers = pytest.importorskip("transformers")
+    script = runpy.run_path(str(EXAMPLES / "finetune_llama_one_gpu.py"))
+    args = argparse.Namespace(model=None, shape="small")
+    script["build"](args).decoder.save_pretrained(tmp_path)
+    transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)  # its bytes begin at 3
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 100)
+    small = ["--batch", "2", "--length", "32", "--steps", "12", "--text", str(text)]
+    losses = script["main"]([*small, "--model", str(tmp_path), "--lr", "5e-3"])
+    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_cifar_example_learns_digits(capsys):

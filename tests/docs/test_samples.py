@@ -34,6 +34,16 @@ def test_the_table_of_memory_modes(capsys):
     assert capsys.readouterr().out.rstrip("\n") == sample("memory.md", "AdamW, 302")
 
 
+@pytest.mark.slow
+def test_the_plan_of_eight_billion_parameters():
+    pytest.importorskip("transformers")
+    (command,) = re.findall(
+        r"^ampfuse (plan --hf [^`]*)^```", (DOCS / "memory.md").read_text(), re.M
+    )
+    ran = python("-m", "ampfuse", *command.replace("\\\n", " ").split())
+    assert ran.stdout.rstrip("\n") == sample("memory.md", "AdamW, 8,030")
+
+
 def test_the_report_of_the_meter():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 200), nn.LayerNorm(200), nn.GELU(), nn.Linear(200, 10))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import ampfuse
-from ampfuse import amp, hardware
+from ampfuse import amp, half_ops, hardware
 from ampfuse.amp import session
 from programs import python
 
@@ -100,14 +100,12 @@ def trained(case, level, **options):
     optimizer = ampfuse.optim.AdamW(model.parameters(), **options)
     masters = {"master_weights": options["master_weights"]} if "master_weights" in options else {}
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, **masters)
+    # Without instructions for BF16 our kernels work on FP32 copies.
+    half_ops.use(False, rules=level == "O4")
 
     def step():
         optimizer.zero_grad()
-        # Without BF16 instructions they work on FP32 copies.
-        with (
-            ampfuse.cpu_half_ops(False),
-            amp.scale_loss(loss_function(model, batch), optimizer) as scaled,
-        ):
+        with amp.scale_loss(loss_function(model, batch), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import ampfuse
 import cases
@@ -510,6 +511,43 @@ def test_states_of_before_the_first_step_load(kind, mode):
     assert_same(optimizer.state_dict(), before)
     for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
         assert_same(twin.state_dict(), before)
+
+
+def most_allocated(call):
+    """The most bytes of tensors at one time that `call` makes, and what it returns."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = call()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max([0, *itertools.accumulate(sizes)]), result
+
+
+@pytest.mark.parametrize("where", ["file", "memory"])
+@pytest.mark.parametrize("own", ["new", "stepped"])
+def test_checkpoints_hold_no_second_copy(own, where, tmp_path):
+    """Of a dict, of loading and of the weights; each of 4 tensors has 2**20 elements."""
+    one, params = 2**20, parameters(bf16, shapes=[(1024, 1024)] * 4)
+    options = {"master_weights": "split", "state_dtype": "8bit"}
+    optimizer = optim.AdamW(params, **options)
+    train(optimizer, range(2))
+    taken, saved = most_allocated(optimizer.state_dict)
+    assert taken < one / 100
+    masters_before = masters(optimizer)
+    again = optim.AdamW(copy.deepcopy(params), **options)
+    if own == "stepped":
+        train(again, range(2))
+        copy_weights(params, params_of(again))
+    if where == "file":
+        torch.save(saved, tmp_path / "file")
+        saved = torch.load(tmp_path / "file", mmap=True)
+    taken, _ = most_allocated(lambda: again.load_state_dict(saved))
+    states = 4 * (2 * one + 2 * 4 * one // 128)
+    # The remainders are written where they are, if they are there.
+    assert taken < (states if own == "stepped" else states + 4 * 2 * one) * 1.01
+    assert_same(masters(again), masters_before)
+    train(again, [2])
+    train(optimizer, [2])
+    assert_same(again.state_dict(), optimizer.state_dict())
 
 
 @pytest.mark.parametrize("target", KEPT, ids=str)

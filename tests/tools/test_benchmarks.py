@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cases import NEEDS_BF16
 from programs import python
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +164,7 @@ def test_measure_takes_turns_and_leaves_out_what_is_not_the_call(load):
 
 
 def test_a_peers_process_imports_no_ampfuse():
-    """It imports the script; ``quality``, which trains with ampfuse, measures no speed."""
+    """It imports the script; ``quality`` and ``plan`` measure no speed."""
     code = (
         "import importlib, sys\n"
         "sys.path.insert(0, sys.argv[1])\n"
@@ -171,7 +172,7 @@ def test_a_peers_process_imports_no_ampfuse():
         "    importlib.import_module(name)\n"
         "    assert 'ampfuse' not in sys.modules, name"
     )
-    end = python("-c", code, BENCHMARKS, *[name for name in SCRIPTS if name != "quality"])
+    end = python("-c", code, BENCHMARKS, *sorted({*SCRIPTS} - {"quality", "plan"}))
     assert end.returncode == 0, end.stderr
 
 
@@ -344,6 +345,7 @@ def test_steps_of_the_host(main, here, tmp_path):
 
 
 @pytest.mark.slow
+@NEEDS_BF16  # or torch's variants take minutes
 def test_levels_of_the_host_and_parts_of_a_network(main, here, traced, tmp_path):
     path = tmp_path / "nets.csv"
     main("nets", "--host", "--quick", "--csv", path)

@@ -36,6 +36,7 @@ from ampfuse.amp.casts import Casts, cast_model, eager_module, install, is_insta
 from ampfuse.amp.float32_output import Float32Output
 from ampfuse.amp.policy import LEVELS, Policy, make_policy
 from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.half_ops import cpu_half_ops
 from ampfuse.insight import inputs
 from ampfuse.insight.memory import bytes_of, counts_of_states, held_bytes, size
 from ampfuse.insight.reports import aligned
@@ -286,13 +287,12 @@ class PlannedTraining:
 
     def _model(self, policy: Policy, *, is_fused: bool = False) -> nn.Module:
         """A fake copy as ``amp.initialize`` makes it."""
-        model = _fake(self.model)
+        model = _fake(self.model, in_float32=policy.weights_type is None)
         if is_fused:
             fuse(model)
-        if policy.weights_type is None:
-            return model.float()
-        keep = bool(policy.keep_batchnorm_fp32)
-        cast_model(model, policy.weights_type, keep_batchnorm_fp32=keep)
+        if policy.weights_type is not None:
+            keep = bool(policy.keep_batchnorm_fp32)
+            cast_model(model, policy.weights_type, keep_batchnorm_fp32=keep)
         return model
 
     def _pass(self, policy: Policy, changes: tuple[str, ...]) -> tuple[int, int]:
@@ -300,6 +300,7 @@ class PlannedTraining:
         with contextlib.ExitStack() as stack:
             stack.enter_context(inputs.same_random_numbers())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(cpu_half_ops())  # a GPU's rules of autocast
             model = self._model(policy, is_fused=self.fuse or "fuse" in changes)
             if "checkpointing" in changes:
                 _checkpoint(model)
@@ -332,22 +333,26 @@ class PlannedTraining:
             return kept, live.peak
 
 
-def _fake_tensor(item: Any) -> Any:
-    """A fake one of the same shape and layout on the CPU; another item as it is."""
+def _fake_tensor(item: Any, in_float32: bool = False) -> Any:
+    """A fake one of the same shape and layout on the CPU; another item as it is.
+
+    `in_float32`: half ones become float32.
+    """
     if not isinstance(item, Tensor) or isinstance(item, FakeTensor):
         return item
-    fake = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="cpu")
+    dtype = torch.float32 if in_float32 and item.dtype in HALF_DTYPES else item.dtype
+    fake = torch.empty_strided(item.shape, item.stride(), dtype=dtype, device="cpu")
     return nn.Parameter(fake, item.requires_grad) if isinstance(item, nn.Parameter) else fake
 
 
-def _fake(model: nn.Module) -> nn.Module:
+def _fake(model: nn.Module, in_float32: bool) -> nn.Module:
     """A copy with fake tensors, also in plain attributes."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         own = vars(module)
         for tensor in pytree.tensors([own["_parameters"], own["_buffers"], list(own.values())]):
             if id(tensor) not in memo:
-                memo[id(tensor)] = _fake_tensor(tensor)
+                memo[id(tensor)] = _fake_tensor(tensor, in_float32)
     return copy.deepcopy(model, memo)
 
 
