@@ -62,7 +62,8 @@ def training_of(network: str, kind: str, fuse: bool) -> PlannedTraining:
             x = torch.empty(batch, 3, side, side).to(memory_format=torch.channels_last)
         y = torch.empty(labels, dtype=torch.int64)
 
-    def make_optimizer(params: Any) -> torch.optim.Optimizer:
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        params = model.parameters()
         if optimizer_of(network) == "SGD":
             return ampfuse.optim.SGD(params, lr=1e-3, momentum=0.9)
         return ampfuse.optim.AdamW(params)

@@ -298,7 +298,10 @@ def test_errors():
     model, batch = nn.Linear(4, 4), torch.randn(2, 4)
     for wrong, error, says in (
         ({"model": 3}, TypeError, "a module, or a function that builds one"),
-        ({"model": lambda: 3}, TypeError, "got int|Got int"),
+        ({"model": lambda: 3}, TypeError, "Got int"),
+        ({"model": nn.ReLU()}, ValueError, "no parameter that requires a gradient"),
+        ({"optimizer": lambda params: 3}, TypeError, "got int"),
+        ({"device": "xpu"}, ValueError, '"cpu" or "cuda"'),
         (
             {"optimizer": "Adan"},
             ValueError,
@@ -342,3 +345,49 @@ def test_the_command():
         run = python("-m", "ampfuse", "plan", "--device", "cpu", *arguments)
         assert run.returncode == 2
         assert says in run.stderr.strip().splitlines()[-1]
+
+
+class Attention(nn.Module):
+    """Attention and dropout, directly and by torch's module."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, 64, dropout=0.1, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return F.dropout(x, 0.5, self.training)
+
+
+def test_dropout_and_attention_keep_what_they_keep_on_a_gpu():
+    batch = torch.empty(2, 128, 64, device="meta")
+    functions = F.dropout, F.scaled_dot_product_attention
+    on = {name: ampfuse.plan(Attention, batch, device=name).held for name in ("cpu", "cuda")}
+    elements, probabilities = 2 * 128 * 64, 2 * 4 * 128 * 128
+    less = on["cpu"]["O0"]["activations"] - on["cuda"]["O0"]["activations"]
+    # Of each block a mask and a product of probabilities, and 4 - 1 bytes of each other mask.
+    assert less > 2 * 2 * 4 * probabilities + 3 * 3 * 2 * elements
+    assert "+ activation checkpointing" in on["cuda"]  # which finds the same operations again
+    assert (F.dropout, F.scaled_dot_product_attention) == functions
+
+
+def test_changes_that_do_not_apply():
+    model, batch = nn.Linear(256, 256), torch.randn(2, 256)
+    plan = ampfuse.plan(model, batch, "RMSprop", device="cpu")  # steps by torch's own code
+    assert list(plan.held) == ["O0", "O4", "O5"]
+    assert plan.notes == ["The states of RMSprop are not counted."]
+    assert '+ state_dtype="8bit"' not in ampfuse.plan(model, batch, "LAMB", device="cpu").held
+    muon = ampfuse.plan(nn.Sequential(model, model, nn.Linear(256, 2)), batch, "Muon", device="cpu")
+    assert muon.heading.startswith("Muon, 66,306 parameters")
+
+    class Picky(Block):
+        def forward(self, x):
+            assert "checkpoint" not in str(self.forward), "no checkpointing here"
+            return super().forward(x)
+
+    blocks = nn.Sequential(*(Picky(64) for _ in range(3)))
+    plan = ampfuse.plan(blocks, torch.randn(512, 64), device="cpu")
+    assert plan.notes == ["activation checkpointing could not be planned: no checkpointing here"]

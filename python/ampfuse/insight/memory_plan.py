@@ -11,9 +11,9 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
+import unittest.mock
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -55,7 +54,7 @@ class Change:
 
     name: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    model: str | None = None  # a key of `_PASSES`
+    model: str | None = None  # what `PlannedTraining` knows it by
 
 
 # Each is added to those before it: first what loses nothing, then what costs precision or time.
@@ -125,17 +124,22 @@ def plan(
     training = PlannedTraining(
         model, batch, loss_function, device, _maker_of(optimizer), fuse, accumulate
     )
-    changes = CHANGES if opt_level in ("O2", "O5") else CHANGES[2:6]
     held = {}
     levels = ["O0", _FP32_LEVEL.get(opt_level), opt_level]
     for level in dict.fromkeys(level for level in levels if level):
         held[level] = training.held(level, {}, ())
     options: dict[str, Any] = {}
     passes: tuple[str, ...] = ()
-    for change in changes:
+    for change in CHANGES:
+        if change.options and not (training.is_fused and opt_level in ("O2", "O5")):
+            continue
         options |= change.options
         new = (*passes, change.model) if change.model and training.can(change.model) else passes
-        found = training.held(opt_level, options, new)
+        try:
+            found = training.held(opt_level, options, new)
+        except Exception as error:  # of the model's code, with the change
+            training.notes[f"{change.name} could not be planned: {error}".splitlines()[0]] = None
+            continue
         if found["peak"] < min(row["peak"] for row in held.values()):
             held[f"+ {change.name}"], passes = found, new
     elements = sum(parameter.numel() for parameter in model.parameters())
@@ -215,18 +219,29 @@ def _built(model: Any) -> nn.Module:
     return model
 
 
-def _maker_of(optimizer: Any) -> Callable[[Any], Optimizer]:
+def _maker_of(optimizer: Any) -> Callable[[nn.Module], Optimizer]:
+    """A function that makes the optimizer of a model."""
+    kind = optimizer
     if isinstance(optimizer, str):
-        found = getattr(ampfuse.optim, optimizer, getattr(torch.optim, optimizer, None))
-        if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        kind = getattr(ampfuse.optim, optimizer, getattr(torch.optim, optimizer, None))
+        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
             raise ValueError(f"{optimizer!r} is no optimizer of ampfuse.optim or torch.optim")
-        return found
-    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+
+    def make(model: nn.Module) -> Optimizer:
+        params: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not params:
+            raise ValueError("the model has no parameter that requires a gradient")
+        if kind is ampfuse.optim.Muon:
+            params = ampfuse.optim.muon_groups(model)
+        made = kind(params) if callable(kind) else kind
+        if isinstance(made, Optimizer) and made is not optimizer:
+            return made
         raise TypeError(
-            "optimizer must be a name or a function of the parameters, such as lambda params: "
-            f"ampfuse.optim.SGD(params, lr=0.1, momentum=0.9); got {type(optimizer).__name__}"
+            "optimizer must be a name or a function that makes one of parameters, such as lambda "
+            f"params: ampfuse.optim.SGD(params, lr=0.1, momentum=0.9); got {type(made).__name__}"
         )
-    return optimizer
+
+    return make
 
 
 @dataclasses.dataclass
@@ -237,12 +252,12 @@ class PlannedTraining:
     batch: Any
     loss_function: inputs.LossFunction | None
     device: str
-    make: Callable[[Any], Optimizer]
+    make: Callable[[nn.Module], Optimizer]
     fuse: bool
     accumulate: bool
 
     def __post_init__(self) -> None:
-        self.optimizer_name = ""
+        self.optimizer_name, self.is_fused = "", False
         self.notes: dict[str, None] = {}
         self._passes: dict[Any, tuple[int, int]] = {}
 
@@ -259,8 +274,9 @@ class PlannedTraining:
         policy = make_policy(level)
         with FakeTensorMode():
             model = self._model(policy)
-            optimizer = self.make([p for p in model.parameters() if p.requires_grad])
+            optimizer = self.make(model)
             fused = algorithm_of(optimizer)
+            self.is_fused = fused is not None
             scratch = step_bytes(optimizer) if fused and fused.has_scratch else 0
             own = {name: getattr(optimizer, name, None) for name in ("state_dtype", "ema_decay")}
             masters = policy.master_weights or False
@@ -315,7 +331,7 @@ class PlannedTraining:
             if "recompute_norms" in changes:
                 stack.enter_context(recompute_norms())
             if self.device == "cuda":
-                stack.enter_context(_AsOnGpu())
+                stack.enter_context(_as_on_gpu())
             stack.enter_context(torch.enable_grad())
             kept = 0
             try:
@@ -356,24 +372,37 @@ def _fake(model: nn.Module, in_float32: bool) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-class _AsOnGpu(TorchFunctionMode):
+@contextlib.contextmanager
+def _as_on_gpu() -> Iterator[None]:
     """Dropout and attention keep what they keep on a GPU: a mask of bytes, and no probabilities.
 
     (Fake tensors on a device that is not there have no backward pass.)
     """
+    dropout, attention = F.dropout, F.scaled_dot_product_attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs |= {"dropout_p": 0.0} if len(args) <= 4 else {}
-        if func is F.dropout:
-            call = inspect.signature(F.dropout).bind(*args, **kwargs)
-            call.apply_defaults()
-            x, p, training, inplace = call.arguments.values()
-            if training and 0 < p < 1 and not inplace:
-                return torch.native_dropout(x, p, True)[0]
-        return func(*args, **kwargs)
+    def with_mask(
+        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if training and 0 < p < 1 and not inplace:
+            return torch.native_dropout(input, p, True)[0]
+        return dropout(input, p, training, inplace)
+
+    def without_probabilities(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    with (
+        unittest.mock.patch.object(F, "dropout", with_mask),
+        unittest.mock.patch.object(F, "scaled_dot_product_attention", without_probabilities),
+    ):
+        yield
 
 
 class _Live(TorchDispatchMode):
