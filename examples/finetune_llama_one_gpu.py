@@ -3,6 +3,7 @@
     python examples/finetune_llama_one_gpu.py                         a small Llama, on any machine
     python examples/finetune_llama_one_gpu.py --shape 8b --length 4096   Llama 3's shape, at random
     python examples/finetune_llama_one_gpu.py --model FOLDER --text FILE --lr 1e-5 --length 4096
+    python examples/finetune_llama_one_gpu.py --level O2 --budget 15GB   FP16, as on Colab's T4
 
 BF16 weights with masters that are exact in 16 more bits, and 8-bit moments: 8.1 bytes for each
 parameter with its gradient. Blocks are checkpointed, and only some rows of logits are in memory.
@@ -26,6 +27,7 @@ import ampfuse
 from ampfuse import amp
 
 SIZES = {"small": (128, 352, 3, 256, 4, 2), "8b": (4096, 14336, 32, 128256, 32, 8)}
+HALF = {"O2": torch.float16, "O5": torch.bfloat16}
 NAMES = """hidden_size intermediate_size num_hidden_layers vocab_size num_attention_heads
     num_key_value_heads""".split()
 
@@ -46,8 +48,8 @@ class LanguageModel(nn.Module):
 
 
 def build(args: argparse.Namespace, random: bool = True) -> LanguageModel:
-    """The model in BF16, on torch's default device; `random`: without the folder's weights."""
-    auto, dtype = hf.AutoModelForCausalLM, torch.bfloat16
+    """The model in half precision, on torch's default device; `random`: without the folder's weights."""
+    auto, dtype = hf.AutoModelForCausalLM, HALF[args.level]
     if args.model and not random:
         return LanguageModel(auto.from_pretrained(args.model, dtype=dtype))
     if args.model:
@@ -74,8 +76,8 @@ def read(args: argparse.Namespace) -> Tensor:
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> None:
     """All that a run needs to go on. Nothing is copied: keep_vars=True keeps the BF16 weights."""
-    state = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
-    torch.save({**state, "amp": amp.state_dict(), **more}, path.with_suffix(".part"))
+    more |= {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
+    torch.save({"amp": amp.state_dict(), **more}, path.with_suffix(".part"))
     path.with_suffix(".part").replace(path)  # a crash leaves the checkpoint before
 
 
@@ -95,6 +97,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--model", help="folder with a model and its tokenizer")
     parser.add_argument("--shape", choices=SIZES, default="small", help="of random weights")
     parser.add_argument("--text", type=Path, help="what to learn, in place of Python's manual")
+    parser.add_argument("--level", choices=("O5", "O2"), default="O5", help="O2: FP16, as for a T4")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--batch", type=int, default=4, help="sequences in a backward pass")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
@@ -107,14 +110,14 @@ def main(argv: list[str] | None = None) -> list[float]:
 
     torch.manual_seed(0)
     batch = torch.empty(args.batch, args.length + 1, dtype=torch.int64)
-    options = {"budget": args.budget, "accumulate": args.passes > 1}
+    options = {"opt_level": args.level, "budget": args.budget, "accumulate": args.passes > 1}
     print(ampfuse.plan(lambda: build(args), batch, make_optimizer, **options))
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         model = build(args, random=False)
     optimizer = make_optimizer(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    amp.initialize(model, optimizer, opt_level=args.level, verbosity=0)
     text, done = read(args), 0
     if args.checkpoint and args.checkpoint.exists():
         done = load(args.checkpoint, model, optimizer)["step"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import runpy
 from pathlib import Path
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 
 from cases import NEEDS_BF16
-from programs import python
+from programs import python, ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LINES = {"cifar_airbench_style": 150, "gpt": 120, "hf_finetune": 120, "lightning_digits": 120}
-LINES |= {"finetune_llama_one_gpu": 150}
+LINES |= {"finetune_llama_one_gpu": 150, "finetune_llama_fsdp": 150}
 NEEDS = {
     "finetune_llama_one_gpu": ["transformers"],
     "hf_finetune": ["transformers", "accelerate"],
@@ -114,17 +115,17 @@ def test_example_is_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LINES[name]
 
 
-@pytest.mark.parametrize("passes", ["1", slow("2")])
-def test_the_language_model_goes_on_with_the_same_bits(passes, tmp_path, capsys):
+@pytest.mark.parametrize(("level", "passes"), [("O5", "1"), slow("O5", "2"), ("O2", "1")])
+def test_the_language_model_goes_on_with_the_same_bits(level, passes, tmp_path, capsys):
     import_needs("finetune_llama_one_gpu")
     file = tmp_path / "checkpoint.pt"
-    small = ["--batch", "2", "--length", "32", "--passes", passes, "--budget", "1GB"]
+    small = ["--batch", "2", "--length", "32", "--passes", passes, "--level", level]
     script = runpy.run_path(str(EXAMPLES / "finetune_llama_one_gpu.py"))
     whole = script["main"]([*small, "--steps", "20"])
     assert sum(whole[-5:]) / 5 < 4.5 < whole[0]
     first = script["main"]([*small, "--steps", "3", "--checkpoint", str(file)])
     assert first + script["main"]([*small, "--steps", "20", "--checkpoint", str(file)]) == whole
-    assert "O5 fits as it is." in capsys.readouterr().out
+    assert f"{level} fits as it is." in capsys.readouterr().out
     bits = torch.load(file, weights_only=True)
     params = sum(weight.numel() for weight in bits["model"].values())
     # Weights and remainders of 2 bytes, 2.1 of states; small tensors have FP32 states.
@@ -135,7 +136,7 @@ def test_the_language_model_takes_a_folder(tmp_path):
     import_needs("finetune_llama_one_gpu")
     transformers = pytest.importorskip("transformers")
     script = runpy.run_path(str(EXAMPLES / "finetune_llama_one_gpu.py"))
-    args = argparse.Namespace(model=None, shape="small")
+    args = argparse.Namespace(model=None, shape="small", level="O5")
     script["build"](args).decoder.save_pretrained(tmp_path)
     transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)  # its bytes begin at 3
     text = tmp_path / "text.txt"
@@ -143,6 +144,21 @@ def test_the_language_model_takes_a_folder(tmp_path):
     small = ["--batch", "2", "--length", "32", "--steps", "12", "--text", str(text)]
     losses = script["main"]([*small, "--model", str(tmp_path), "--lr", "5e-3"])
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.slow
+def test_the_sharded_language_model_goes_on_with_the_same_bits(tmp_path):
+    import_needs("finetune_llama_one_gpu")
+    small = [EXAMPLES / "finetune_llama_fsdp.py", "--length", "32", "--batch", "4"]
+    whole = ranks(2, *small, "--steps", "20")[0]
+    assert 2 < float(re.findall(r"step 10: loss ([\d.]+)", whole)[0]) < 4.5
+    checkpoint = ["--checkpoint", tmp_path]
+    ranks(2, *small, "--steps", "10", *checkpoint)
+    rest = ranks(2, *small, "--steps", "20", *checkpoint)[0]
+    last = re.findall(r"step 20: loss [\d.]+", whole)
+    assert re.findall(r"step 20: loss [\d.]+", rest) == last
+    ranks(1, *small, "--steps", "30", *checkpoint)  # by another number of ranks
+    assert (tmp_path / "30" / ".metadata").exists()
 
 
 def test_cifar_example_learns_digits(capsys):
