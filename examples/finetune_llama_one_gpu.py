@@ -7,8 +7,7 @@
 
 BF16 weights with masters that are exact in 16 more bits, and 8-bit moments: 8.1 bytes for each
 parameter with its gradient. Blocks are checkpointed, and only some rows of logits are in memory.
-With --checkpoint, a run that was stopped goes on with the same bits. ampfuse.plan says beforehand
-what it takes.
+With --checkpoint, a run that was stopped goes on with the same bits. ampfuse.plan comes first.
 """
 
 import argparse
@@ -48,7 +47,7 @@ class LanguageModel(nn.Module):
 
 
 def build(args: argparse.Namespace, random: bool = True) -> LanguageModel:
-    """The model in half precision, on torch's default device; `random`: without the folder's weights."""
+    """The model on torch's default device; `random`: without the folder's weights."""
     auto, dtype = hf.AutoModelForCausalLM, HALF[args.level]
     if args.model and not random:
         return LanguageModel(auto.from_pretrained(args.model, dtype=dtype))
