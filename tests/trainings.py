@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import ampfuse
 from ampfuse import amp, ops, optim
 from ampfuse.compat import apex
+from ampfuse.optim.masters import joined_master
 from cases import CODED, KINDS, LEVELS, OPTIMIZERS, bf16, f16, f32, make
 from conftest import clean_apex_names, nn_ops
 
@@ -146,9 +147,20 @@ def decision_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"norm": torch.tensor(torch.nan) if norm is None else norm, "skipped": last.skipped}
 
 
+def with_whole_masters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict, with ``master_param`` in place of the remainders of split masters."""
+    state = optimizer.state_dict()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for i, values in state["state"].items():
+        if isinstance(values, dict) and "master_remainder" in values:
+            remainder = values.pop("master_remainder")
+            values["master_param"] = joined_master(params[i], remainder)
+    return state
+
+
 def left_behind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """State dicts first: looking at masters or gradients may compute some."""
-    state = optimizer.state_dict()
+    state = with_whole_masters(optimizer)
     found = {
         "state_dict": model.state_dict(),
         "optimizer": state["state"],

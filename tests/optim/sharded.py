@@ -29,7 +29,7 @@ import ampfuse
 from ampfuse import amp, optim
 from cases import CODED, KINDS, LEVELS, bf16, f16, f32, history_of_norms, make
 from stepping import params_of
-from trainings import MODES, Net, fractions, integers
+from trainings import MODES, Net, fractions, integers, with_whole_masters
 
 SIZE = int(os.environ["WORLD_SIZE"])
 DEVICE = os.environ.get("DEVICE", "cpu")
@@ -88,7 +88,7 @@ def assert_same(whole, shards, exact=True, case=""):
     for param, shard in zip(params_of(whole), params_of(shards), strict=True):
         weight = getattr(param, "model_param", param)
         compare(f"{case} the parameter", weight.detach(), shard.detach(), exact)
-    saved, others = whole.state_dict()["state"], shards.state_dict()["state"]
+    saved, others = with_whole_masters(whole)["state"], shards.state_dict()["state"]
     assert saved.keys() == others.keys(), case
     for i, state in saved.items():
         for key in state.keys() & others[i].keys():  # codes are saved decoded

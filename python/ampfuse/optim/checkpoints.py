@@ -40,16 +40,15 @@ def with_masters(optimizer: Any, state_dict: dict[str, Any], *, decoded: bool) -
 
     Its tensors are the optimizer's own, so it takes no memory. `decoded`: split masters become
     whole, and quantized states float32, as those of shards always are: another mesh has other
-    blocks.
+    blocks, and no collective takes int16.
     """
     states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
     for i, (group, param) in enumerate(with_groups(optimizer)):
         state = dict(states.get(i, {}))
         if isinstance(param, MasterParameter):
             state["master_param"] = param.detach()
-        if decoded:
-            with_whole_master(state, param)
         if decoded or is_sharded(param):
+            with_whole_master(state, param)
             _decode(optimizer.algorithm_in(group), state, param, with_blocks_only=True)
         if state:
             states[i] = state
