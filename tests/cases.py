@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import reference
 from ampfuse import hardware, optim
@@ -113,6 +114,15 @@ def make(name, params, **more):
     """ampfuse's optimizer of the table's row `name`."""
     kind, options = OPTIMIZERS[name]
     return getattr(optim, kind)(params, **{**options, **more})
+
+
+def most_allocated(call):
+    """The most bytes of tensors at one time that `call` makes, and what it returns."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = call()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max([0, *itertools.accumulate(sizes)]), result
 
 
 def history_of_norms(log_mean, log_variance=0.0):

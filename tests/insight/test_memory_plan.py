@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import ampfuse
 from ampfuse import amp, half_ops, hardware
 from ampfuse.amp import session
+from cases import most_allocated
 from programs import python
 
 
@@ -79,19 +79,6 @@ CASES = {
 }
 
 
-def peak_of(call):
-    """The most bytes at one time of tensors that `call` makes."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        call()
-    now = peak = 0
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
-
-
 def trained(case, level, **options):
     """What a training holds between two steps, and the peak of a step."""
     make, loss_function, batch_of = CASES[case]
@@ -112,7 +99,9 @@ def trained(case, level, **options):
     step()
     step()
     held = amp.memory_report(model, optimizer).held["now"]
-    return held, sum(held.values()) - held["gradients"] + peak_of(step)  # which goes first
+    gc.collect()
+    made, _ = most_allocated(step)
+    return held, sum(held.values()) - held["gradients"] + made  # gradients go first
 
 
 MODES = {

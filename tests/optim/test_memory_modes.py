@@ -15,14 +15,25 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import ampfuse
 import cases
 import stepping
 from ampfuse import amp, optim
 from ampfuse._schema import STORAGES
-from cases import CODED, KINDS, assert_same, bf16, bits, f16, f32, make, same_bits, through_a_file
+from cases import (
+    CODED,
+    KINDS,
+    assert_same,
+    bf16,
+    bits,
+    f16,
+    f32,
+    make,
+    most_allocated,
+    same_bits,
+    through_a_file,
+)
 from stepping import copy_weights, params_of, train, weights
 from trainings import MODES, is_coded
 
@@ -511,15 +522,6 @@ def test_states_of_before_the_first_step_load(kind, mode):
     assert_same(optimizer.state_dict(), before)
     for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
         assert_same(twin.state_dict(), before)
-
-
-def most_allocated(call):
-    """The most bytes of tensors at one time that `call` makes, and what it returns."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        result = call()
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max([0, *itertools.accumulate(sizes)]), result
 
 
 @pytest.mark.parametrize("where", ["file", "memory"])

@@ -57,6 +57,11 @@ class _Memory:
         self.is_input = False  # of a graph that is traced
         self.version = _version(half)
 
+    @property
+    def data(self) -> Tensor | None:
+        """What holds the values at present; None while `make` would compute them."""
+        return self.half if self.float32 is None else self.float32
+
     def checked_half(self) -> Tensor | None:
         if _version(self.half) != self.version:
             raise RuntimeError(
@@ -68,7 +73,7 @@ class _Memory:
 
     def is_functional(self) -> bool:
         """Whether it belongs to a graph that AOTAutograd traces."""
-        data = self.half if self.float32 is None else self.float32
+        data = self.data
         if data is None and self.source is not None:
             data = (self.source[0] if isinstance(self.source, tuple) else self.source).rows
         return isinstance(data, FunctionalTensor)
@@ -129,8 +134,7 @@ class Float32Output(Tensor):
 
     def memory(self) -> Tensor | None:
         """The tensor that holds its data at present, half or float32."""
-        memory = self._memory
-        return memory.half if memory.float32 is None else memory.float32
+        return self._memory.data
 
     def half_data(self) -> Tensor | None:
         """The half data of this view; None once there is FP32 memory."""
@@ -255,7 +259,7 @@ def _is_traced(item: Any) -> bool:
     """Whether it stands for an output in a graph: its data are a tracer's."""
     if not isinstance(item, Float32Output):
         return False
-    data = item._memory.half if item._memory.float32 is None else item._memory.float32
+    data = item.memory()
     if isinstance(data, FunctionalTensor):
         return torch._C._get_dispatch_mode(_FUNCTIONAL) is not None
     return data is not None and type(data) is not Tensor

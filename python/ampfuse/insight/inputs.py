@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ def check_owned(model: nn.Module, stepped: Collection[Tensor], suggestion: str) 
             f"{strange} of the {len(stepped)} tensors in the optimizer are not parameters of the "
             f"model. {suggestion}"
         )
+
+
+def output_of(model: nn.Module, batch: Any) -> Any:
+    """What `model` returns for a tensor, a tuple of arguments or a dict of keywords."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*(batch if isinstance(batch, tuple) else (batch,)))
 
 
 def call(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor:

@@ -17,7 +17,7 @@ from ampfuse import pytree
 from ampfuse._schema import STORAGES
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
 from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.insight.inputs import check_owned, check_types, same_random_numbers
+from ampfuse.insight.inputs import check_owned, check_types, output_of, same_random_numbers
 from ampfuse.insight.reports import aligned
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import algorithm_of
@@ -231,10 +231,7 @@ def _activations(model: nn.Module, batch: Any) -> tuple[int, int]:
         model.train()
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
     with same_random_numbers(), torch.enable_grad(), hooks:
-        if isinstance(batch, Mapping):
-            output = model(**batch)
-        else:
-            output = model(*(batch if isinstance(batch, tuple) else (batch,)))
+        output = output_of(model, batch)
     for storage in _storages([*model.parameters(), *model.buffers()]):
         kept.pop(storage._cdata, None)
     # What `output` does not need in its backward is gone.

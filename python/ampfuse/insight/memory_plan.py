@@ -133,8 +133,10 @@ def plan(
     for change in CHANGES:
         if change.options and not (training.is_fused and opt_level in ("O2", "O5")):
             continue
+        if change.model and not training.can(change.model):
+            continue
         options |= change.options
-        new = (*passes, change.model) if change.model and training.can(change.model) else passes
+        new = (*passes, change.model) if change.model else passes
         try:
             found = training.held(opt_level, options, new)
         except Exception as error:  # of the model's code, with the change
@@ -265,6 +267,8 @@ class PlannedTraining:
         """Whether a change of the model applies to this one."""
         if change == "linear_cross_entropy":
             return self.loss_function is None and _has_language_head(self.model, self.batch)
+        if change == "fuse":
+            return not self.fuse
         return change != "checkpointing" or len(_blocks(self.model)) > 1
 
     def held(
@@ -279,15 +283,15 @@ class PlannedTraining:
             self.is_fused = fused is not None
             scratch = step_bytes(optimizer) if fused and fused.has_scratch else 0
             own = {name: getattr(optimizer, name, None) for name in ("state_dtype", "ema_decay")}
-            masters = policy.master_weights or False
-            own["master_weights"] = (masters and getattr(optimizer, "master_weights", 0)) or masters
-            wanted = options.get("state_dtype", own["state_dtype"])
-            if fused and wanted in fused.storages:
-                own["state_dtype"] = wanted
-            own |= {name: value for name, value in options.items() if name == "master_weights"}
-            found = held_bytes(model, counts_of_states(optimizer), own)
+            own["master_weights"] = False
+            if policy.master_weights:
+                own["master_weights"] = getattr(optimizer, "master_weights", False) or True
+            wanted = {**own, **options}
+            if fused and wanted["state_dtype"] not in fused.storages:
+                wanted["state_dtype"] = own["state_dtype"]
+            found = held_bytes(model, counts_of_states(optimizer), wanted)
             trained = [p for p in model.parameters() if p.requires_grad]
-        if self.accumulate and own["master_weights"]:
+        if self.accumulate and wanted["master_weights"]:
             found["accumulators"] = sum(4 * p.numel() for p in trained if p.dtype in HALF_DTYPES)
         self.optimizer_name = type(optimizer).__name__
         if not fused:
@@ -446,14 +450,8 @@ class _Live(TorchDispatchMode):
 # --- losses, and changes of a model -----------------------------------------------------------
 
 
-def _output(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*(batch if isinstance(batch, tuple) else (batch,)))
-
-
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
-    output = _output(model, batch)
+    output = inputs.output_of(model, batch)
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
     outputs = [each for each in pytree.tensors(output) if each.requires_grad]

@@ -182,9 +182,9 @@ class AmpOptimizer(WithGradients):
         ``<name>_scale``.
         Every mode loads the state dicts of every other; see `load_state_dict`.
 
-        torch.distributed.checkpoint gets masters and 8-bit states in float32, and every state from
-        the beginning: with zeros and counts of 0 before the first gradient. It gets
-        ``step_history`` with `skip_spikes` only, since it loads no checkpoint that lacks a key.
+        Shards have masters and 8-bit states in float32. So has torch.distributed.checkpoint, and
+        every state from the beginning: with zeros and counts of 0 before the first gradient. It
+        gets ``step_history`` with `skip_spikes` only: it loads no checkpoint that lacks a key.
         """
         try:
             self._before_saving()

@@ -42,13 +42,6 @@ def split_master(master: Tensor, param: Tensor, remainder: Tensor) -> None:
     _core.C.split_master(laid_out, shard, local(remainder))
 
 
-def pop_master(state: dict[str, Any], param: Tensor) -> Tensor | None:
-    """Take the master of `param`, whole or split, out of its state: float32."""
-    master = state.pop("master_param", None)
-    remainder = state.pop("master_remainder", None)
-    return master if remainder is None else joined_master(param, remainder)
-
-
 def with_whole_master(state: dict[str, Any], param: Tensor) -> None:
     """Make a split master in the state of `param` a whole one."""
     if "master_remainder" in state:
@@ -228,7 +221,8 @@ def install_masters(
             # A loaded master follows edits of its weight since then, as any master does.
             master.model_version = kept.pop("_model_version", master.model_version)
             # Loaded before, or made by a standalone optimizer.
-            if (exact := pop_master(kept, param)) is not None:
+            with_whole_master(kept, param)
+            if (exact := kept.pop("master_param", None)) is not None:
                 with torch.no_grad():
                     master.copy_(exact)
             halves = [k for k, v in kept.items() if getattr(v, "dtype", None) in HALF_DTYPES]
