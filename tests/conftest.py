@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 import tempfile
@@ -26,8 +27,8 @@ from ampfuse.amp import cast_state, function_casts
 # With a workspace of its own for each stream, cuBLAS gives the same bits in every run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# Quick runs draw the same examples each time, so that no test fails by chance. Slow runs, and those
-# with --hypothesis-seed, draw others.
+# Quick runs draw the same examples each time, so that no test fails by chance. Slow and exhaustive
+# runs draw others, and so do those with --hypothesis-seed.
 _DRAWN = {"deadline": None, "max_examples": 60, "print_blob": True}
 settings.register_profile("same", **_DRAWN, derandomize=True, database=None)
 settings.register_profile("random", **_DRAWN, derandomize=False)
@@ -78,8 +79,8 @@ def left_out(rows, n):
     return list(filter(None, rows))
 
 
-def runs_slow_tests(config):
-    return "slow" in config.option.markexpr.replace("not slow", "")
+def is_quick(config):
+    return not re.search(r"(?<!not )\b(slow|exhaustive)\b", config.option.markexpr)
 
 
 def pytest_configure(config):
@@ -89,7 +90,7 @@ def pytest_configure(config):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
     gc.disable()  # until what tests import is there: a third of that time
     is_seeded = config.getoption("--hypothesis-seed") is not None
-    settings.load_profile("random" if runs_slow_tests(config) or is_seeded else "same")
+    settings.load_profile("same" if is_quick(config) and not is_seeded else "random")
 
 
 def pytest_collection_finish():
