@@ -40,7 +40,8 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
                      " is sparse; ampfuse steps dense parameters");
     TORCH_CHECK_TYPE(!tensor.key_set().has(c10::DispatchKey::Python), row.name,
                      " is a tensor subclass without memory of its own; ampfuse steps plain tensors "
-                     "and DTensors");
+                     "and DTensors of them (FP8 layers of torchao have plain weights with "
+                     "enable_fsdp_float8_all_gather=False)");
     TORCH_CHECK(tensor.device() == device, row.name, " is on ", tensor.device(),
                 " and another parameter on ", device, "; use one optimizer per device");
     TORCH_CHECK(is_dense(tensor), row.name, " of shape ", tensor.sizes(), " and strides ",

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampfuse import half_ops
 from ampfuse.amp import no_sync
@@ -116,7 +117,7 @@ def initialize(
             hold no parameter of the models; parameters on the meta device, or on one without
             kernels; trainable half parameters at a level that expects FP32 ones.
         TypeError: `models` or `optimizers` are something else; parameters of a type that the
-            optimizers do not support (float64, complex).
+            optimizers do not support (float64, complex, tensors without memory of their own).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`;
             a level in the place of `enabled`.
 
@@ -334,6 +335,12 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
                     f"Parameter {name!r} is on the meta device, so it has no values to train. "
                     "Materialize it (model.to_empty(device=...), then load or initialize it) and "
                     "create the optimizer before amp.initialize."
+                )
+            if is_traceable_wrapper_subclass(parameter) and not is_sharded(parameter):
+                raise TypeError(
+                    f"Parameter {name!r} is a {type(parameter).__name__}, which has no memory of "
+                    "its own; amp supports plain tensors and DTensors. FP8 layers of torchao have "
+                    "plain weights with enable_fsdp_float8_all_gather=False."
                 )
             if id(parameter) in names and dtype.is_floating_point:
                 dtype = policy.weights_type or dtype
