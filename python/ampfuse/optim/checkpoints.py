@@ -28,7 +28,7 @@ from ampfuse.optim.masters import (
 from ampfuse.optim.options import COUNT, check
 from ampfuse.optim.param_groups import parameters, with_groups
 from ampfuse.optim.sharding import is_sharded, on_shards
-from ampfuse.optim.state import FP32, Stored, storage_for
+from ampfuse.optim.state import FP32, Stored
 
 # The key of what an optimizer's steps have been; torch.distributed.checkpoint, which saves states
 # and groups alone, has it in the first group.
@@ -48,7 +48,6 @@ def with_masters(optimizer: Any, state_dict: dict[str, Any], *, decoded: bool) -
         if isinstance(param, MasterParameter):
             state["master_param"] = param.detach()
         if decoded or is_sharded(param):
-            with_whole_master(state, param)
             _decode(optimizer.algorithm_in(group), state, param, with_blocks_only=True)
         if state:
             states[i] = state
@@ -63,7 +62,6 @@ def in_float32(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     state_dict.pop(HISTORY, None)
     for i, (group, param) in enumerate(with_groups(optimizer)):
         if i in state_dict["state"]:
-            with_whole_master(state_dict["state"][i], param)
             _decode(optimizer.algorithm_in(group), state_dict["state"][i], param)
     return state_dict
 
@@ -71,7 +69,8 @@ def in_float32(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 def _decode(
     algorithm: Algorithm, state: dict[str, Any], param: Tensor, *, with_blocks_only: bool = False
 ) -> None:
-    """Convert the states of `param` to float32; `with_blocks_only`: those that have scales."""
+    """Convert master and states to float32; `with_blocks_only`: states that have scales."""
+    with_whole_master(state, param)
     with on_shards(state, param) as shards:
         for stored in Stored.of(algorithm):
             storage = stored.storage_in(shards)
@@ -120,7 +119,20 @@ def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], 
 
 def restore_state(optimizer: Any, state: dict[str, Any], saved: dict[str, Any]) -> None:
     """Put the tensors of `saved` into `state`, one at a time, and restore masters."""
-    _restore_tensors(optimizer, state["state"], saved)
+    optimizer.release_states()
+    states = state["state"]
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    for i, param in zip(ids, parameters(optimizer), strict=True):
+        was = saved["state"].get(i)
+        for key, value in was.items() if isinstance(was, dict) else ():
+            if key in MASTERS:
+                _restore_master(optimizer, param, states[param], key, value)
+            elif key != "step":  # torch puts it on the right device, in the right type
+                states[param][key] = tree_map(functools.partial(_loaded, param), value)
+    for param in parameters(optimizer) if optimizer._rows.table is not None else ():
+        held = MASTERS & optimizer.state.get(param, {}).keys()
+        if held and not MASTERS & states[param].keys():  # only the weight was saved
+            optimizer.restore_master(param, states[param], exact_float32(param))
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     state["param_groups"] = [_as_loaded(optimizer, *pair) for pair in pairs]
     optimizer.load_history(_take_history(saved, state["param_groups"]))
@@ -138,34 +150,12 @@ def _as_loaded(optimizer: Any, group: dict[str, Any], saved: dict[str, Any]) -> 
     return {key: value for key, value in saved.items() if key not in choices} | own
 
 
-def _restore_tensors(optimizer: Any, state: dict[Any, Any], saved: dict[str, Any]) -> None:
-    """Copy the tensors of `saved` into `state`, when the present ones have gone."""
-    optimizer.release_states()
-    ids = [i for group in saved["param_groups"] for i in group["params"]]
-    for i, param in zip(ids, parameters(optimizer), strict=True):
-        was = saved["state"].get(i)
-        for key, value in was.items() if isinstance(was, dict) else ():
-            if key in MASTERS:
-                _restore_master(optimizer, param, state[param], key, value)
-            elif key != "step":  # torch puts it on the right device, in the right type
-                state[param][key] = tree_map(functools.partial(_loaded, param), value)
-    if optimizer._rows.table is None:
-        return
-    for param in parameters(optimizer):
-        held = MASTERS & optimizer.state.get(param, {}).keys()
-        if held and not MASTERS & state[param].keys():  # only the weight was saved
-            optimizer.restore_master(param, state[param], exact_float32(param))
-
-
 def _restore_master(
     optimizer: Any, param: Tensor, state: dict[str, Any], key: str, saved: Tensor
 ) -> None:
-    state.pop(key, None)
-    if key == "master_remainder":
-        optimizer._rows.restore_remainder(param, state, saved)
-    else:
-        exact = saved.detach().to(device=param.device, dtype=torch.float32, copy=True)
-        optimizer.restore_master(param, state, exact)
+    dtype = torch.float32 if key == "master_param" else torch.int16
+    exact = saved.detach().to(param.device, dtype, copy=True)
+    optimizer._rows.restore_master(param, state, exact, key)
 
 
 def _loaded(param: Tensor, saved: Any) -> Any:
@@ -197,10 +187,8 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> dict[str,
             state = state_dict["state"].get(key)
             if isinstance(state, dict):
                 _check_state(optimizer, group, param, state, name)
-                has_master = optimizer.master_weights and param.dtype in HALF_DTYPES
-                has_master |= isinstance(param, MasterParameter)
                 # Flat states of torch.distributed.checkpoint may lack the masters.
-                if isinstance(key, str) and has_master and has_begun(state):
+                if isinstance(key, str) and optimizer._rows.has_master(param) and has_begun(state):
                     _check_has(["master_param"], state, name)
     optimizer._loading = state_dict
     states = dict(state_dict["state"])
@@ -224,7 +212,7 @@ def _check_state(
             check(f"{key} for {name}", state[key], COUNT)
         needed += algorithm.numbers * algorithm.uses_count
         for stored in Stored.of(algorithm, group):
-            storage = stored.storage_in(state, storage_for(optimizer.state_dtype, param))
+            storage = stored.storage_in(state)
             shapes |= stored.shapes(param, storage or FP32)
             if storage is not None or not algorithm.starts_at_gradient:
                 needed += (storage or FP32).keys(stored.name)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ampfuse import _core
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.dynamo_disable import dynamo_disable
-from ampfuse.optim.masters import MasterParameter, leaf_of
+from ampfuse.optim.masters import MasterParameter, leaf_of, unscale_on_access
 from ampfuse.optim.param_groups import parameters
 from ampfuse.optim.rows import Rows
 from ampfuse.optim.sharding import local, placed_as
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 
 
 class WithGradients(Optimizer):
-    """An optimizer that takes in backward passes whose gradients carry a loss scale.
+    """An optimizer that takes in backward passes whose gradients carry a loss scale."""
 
-    Attributes:
-        in_backward: an ``amp.scale_loss`` block of this optimizer is open.
-    """
-
+    # An amp.scale_loss block of this optimizer is open.
     in_backward = False
 
     # The options, with their defaults; see Options.
@@ -80,10 +77,14 @@ class WithGradients(Optimizer):
         self, *, master_weights: bool | Literal["split"], names: dict[int, str]
     ) -> None:
         """What :func:`ampfuse.optim.upgrade` does once the class is right."""
-        self._rows.forget()
+        rows = self._rows
+        rows.forget()
         self._under_amp, self.skip_by_default = True, False
         self.master_weights = master_weights
-        self._rows.go_under_amp(names)
+        rows.names = dict(names)
+        rows.make_masters()
+        for param in filter(rows.is_split, parameters(self)):
+            unscale_on_access(param, self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; under amp half-precision parameters of the group get FP32 masters."""

@@ -175,16 +175,14 @@ class Rows(Component):
         """Whether masters are in the groups, where users see them. Split ones are not tensors."""
         return self.optimizer._under_amp and self.optimizer.master_weights is True
 
+    def has_master(self, param: Tensor) -> bool:
+        """Whether `param` is a master, or the optimizer keeps one in its state."""
+        is_kept = bool(self.optimizer.master_weights) and param.dtype in HALF_DTYPES
+        return is_kept or isinstance(param, MasterParameter)
+
     def is_split(self, param: Tensor) -> bool:
         """Whether the master of `param` is the parameter and a remainder of 16 bits."""
         return self.optimizer.master_weights == "split" and param.dtype in HALF_DTYPES
-
-    def go_under_amp(self, names: dict[int, str]) -> None:
-        """Give half parameters the masters that amp asks for; see :func:`ampfuse.optim.upgrade`."""
-        self.names = dict(names)
-        self.make_masters()
-        for param in filter(self.is_split, parameters(self.optimizer)):
-            unscale_on_access(param, self.optimizer)
 
     def make_masters(self, *, anew: bool = False) -> None:
         """Put masters into the groups for trained half parameters that have none yet.
@@ -214,7 +212,7 @@ class Rows(Component):
             if under_amp:
                 unscale_on_access(param, optimizer)
             table.add_row(local(self.remainder(param)), shard, name, **more)
-        elif optimizer.master_weights and param.dtype in HALF_DTYPES and (whole or not under_amp):
+        elif self.has_master(param) and (whole or not under_amp):
             if whole and optimizer._algorithm == "none":
                 raise TypeError(
                     f"{name} is a DTensor in {param.dtype}, and {type(optimizer).__name__} is not "
@@ -249,50 +247,44 @@ class Rows(Component):
             return local(joined_master(param, self.remainder(param)))
         return self.known().param(row).detach()
 
-    def restore_remainder(self, param: Tensor, state: dict[str, Any], saved: Tensor) -> None:
-        """Make `saved` (int16) the remainder of the master of `param`, a parameter of the groups.
+    def restore_master(
+        self, param: Tensor, state: dict[str, Any], saved: Tensor, key: str = "master_param"
+    ) -> None:
+        """Make `saved` the master of `param`, a parameter of the groups.
 
-        A split master takes it as it is, whether the weight is loaded before or after. A whole one
-        is joined from it and the weight, which must have been loaded.
-        """
-        weight = leaf_of(param)
-        if self.is_split(param):
-            state["master_remainder"] = self.remainder(param)
-            local(state["master_remainder"]).copy_(local(saved))
-            if self.table is not None:
-                self.table.masters.accept_model_weights()
-        elif weight.dtype in HALF_DTYPES and self.optimizer.master_weights:
-            laid_out = _core.C.empty_laid_out_as(local(weight).detach(), torch.int16)
-            remainder = placed_as(weight, laid_out.copy_(local(saved)))
-            self.restore_master(param, state, joined_master(weight, remainder))
-        elif self.table is None:  # amp.initialize may still cast the weights
-            state["master_remainder"] = saved.detach().to(param.device, copy=True)
-
-    def restore_master(self, param: Tensor, state: dict[str, Any], master: Tensor) -> None:
-        """Make `master` (float32) the master of `param`, a parameter of the groups.
+        A split master takes a remainder as it is, whether the weight is loaded before or after. A
+        whole one is joined from it and the weight, which must have been loaded.
 
         Arguments:
             state: of `param`, about to be the optimizer's.
+            saved: a tensor that can be kept, on the device of `param`.
+            key: of `saved` in a state: a whole master (float32) or a remainder (int16).
         """
-        optimizer = self.optimizer
-        state.pop("master_param", None)
-        if isinstance(param, MasterParameter):
-            with torch.no_grad():
-                param.copy_(master)
-            param.model_version = param.model_param._version
-        elif self.is_split(param):
+        state.pop(key, None)
+        weight = leaf_of(param)
+        if not self.has_master(param):
+            if self.table is None:  # amp.initialize may still cast the weights
+                state[key] = saved
+            return
+        if self.is_split(param):
             state["master_remainder"] = remainder = self.remainder(param)
-            split_master(master, param, remainder)
-        elif optimizer.master_weights and param.dtype in HALF_DTYPES:
-            old = optimizer.state[param].get("master_param") if self.table is not None else None
-            if old is not None:  # the table's row holds this tensor
-                old.copy_(master)
-                master = old
-            state["master_param"] = master
-            state["_model_version"] = param._version
-        elif self.table is None:  # amp.initialize may still cast the weights
-            state["master_param"] = master
+            if key == "master_remainder":
+                local(remainder).copy_(local(saved))
+            else:
+                split_master(saved, param, remainder)
+        else:
+            if key == "master_remainder":
+                laid_out = _core.C.empty_laid_out_as(local(weight).detach(), torch.int16)
+                saved = joined_master(weight, laid_out.copy_(local(saved)))
+            if isinstance(param, MasterParameter):
+                with torch.no_grad():
+                    param.copy_(saved)
+                param.model_version = weight._version
+            elif self.table is None:
+                state |= {"master_param": saved, "_model_version": weight._version}
+            else:
+                held = self.optimizer.state[param].get("master_param")  # by the table's row
+                state["master_param"] = saved if held is None else held.copy_(saved)
         if self.table is not None:
             # Loading the model before or after this gives the weights these masters round to.
             self.table.masters.accept_model_weights()
-            state.pop("_model_version", None)
