@@ -105,8 +105,6 @@ class FusedOptimizer(AmpOptimizer):
         if (fill := self.algorithm.filled_with) is not None:
             check(fill, arguments[fill], NUMBER)
         self._init_base(params, arguments)
-        if self._replaces is None:
-            return
         # torch's Adagrad has filled its states by now, in the parameter's type.
         for state in self.state.values():
             for name in self.algorithm.states:
@@ -310,12 +308,9 @@ class FusedOptimizer(AmpOptimizer):
             raise RuntimeError(
                 f"{what}. Create the optimizer with ema_decay=..., and do not nest swap_ema blocks."
             )
-        with self._states.averages_in_model(self.ensure_bound()):
-            self._swapped = True
-            try:
-                yield
-            finally:
-                self._swapped = False
+        self.ensure_bound()
+        with self._states.averages_in_model():
+            yield
 
     # --- state dicts and copies -----------------------------------------------------------------
 
@@ -346,9 +341,7 @@ def algorithm_of(
 
     With `group`, the kernel for its parameters.
     """
-    if isinstance(optimizer, FusedOptimizer):
-        if optimizer._has_own_step:
-            return None
+    if is_fused(optimizer):
         return optimizer.algorithm if group is None else optimizer.algorithm_in(group)
     fused = FUSED.get(type(optimizer))
     return ALGORITHMS[fused._algorithm] if fused else None

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ampfuse._C import ParamTable
 
 FP32 = STORAGES["fp32"]
-_CODED = [storage for storage in STORAGES.values() if storage.block]
 
 
 def storage_for(wanted: str, param: Tensor) -> Storage:
@@ -63,17 +62,16 @@ class Stored:
         blocks = (storage.scales(local(param).numel()),)
         return {first: tuple(param.shape), **dict.fromkeys(scale, blocks)}
 
-    def storage_in(self, state: dict[str, Any], likely: Storage = FP32) -> Storage | None:
-        """Its storage type in `state`; None if missing. Scales alone may be of any: `likely`."""
-        found = {of: state.keys() & {*of.keys(self.name)} for of in _CODED}
-        if any(found.values()):
-            return max(_CODED, key=lambda of: (len(found[of]), of is likely))
-        value = state.get(self.name)
-        if value is None:
+    def storage_in(self, state: dict[str, Any]) -> Storage | None:
+        """Its storage type in `state`; None if missing."""
+        for at in (0, 1):  # the scales alone say it if the values are missing
+            for storage in STORAGES.values():
+                if storage.block and storage.keys(self.name)[at] in state:
+                    return storage
+        if (value := state.get(self.name)) is None:
             return None
-        return next(
-            (of for of in STORAGES.values() if getattr(value, "dtype", None) is dtype_of(of)), FP32
-        )
+        dtype = getattr(value, "dtype", None)
+        return next((of for of in STORAGES.values() if dtype_of(of) is dtype), FP32)
 
     def values(self, state: dict[str, Any]) -> Tensor:
         """Its values, as float32."""
@@ -117,8 +115,7 @@ class Stored:
         first, *scale = storage.keys(self.name)
         made = {first: _core.C.empty_laid_out_as(like, dtype_of(storage))}
         for key in scale:
-            blocks = storage.scales(like.numel())
-            made[key] = torch.empty(blocks, dtype=torch.float32, device=like.device)
+            made[key] = like.new_empty(storage.scales(like.numel()), dtype=torch.float32)
         state.update(made)
         return list(made.values())
 
@@ -281,6 +278,8 @@ class States(Component):
         table, rows = self._table, self.optimizer._rows
         param, group = table.param(row), rows.group_of(row)
         storage = storage_for(self.storage_of(group), rows.params[row])
+        filler = self.algorithm.filled_with
+        fill = float(self.optimizer.defaults[filler]) if filler else 0.0
         states = []
         for stored in Stored.of(self.optimizer.algorithm_in(group), group):
             found = [value for key in stored.keys if (value := state.get(key)) is not None]
@@ -290,17 +289,11 @@ class States(Component):
                     f"{tuple(param.shape)}, got {tuple(found[0].shape)}. Delete the state to start "
                     "again."
                 )
-            stored.fit(state, param, storage, self._fresh_value)
+            stored.fit(state, param, storage, fill)
             keys = storage.keys(stored.name)
             self._use_pinned(row, state, keys)
             states.append([state[key] for key in keys])
         table.set_states(row, states, storage.name, self._average(row, state))
-
-    @property
-    def _fresh_value(self) -> float:
-        """The value of a fresh state."""
-        name = self.algorithm.filled_with
-        return 0.0 if name is None else float(self.optimizer.defaults[name])
 
     def _average(self, row: int, state: dict[str, Any]) -> Tensor | None:
         """The moving average of a row, which starts at the parameter's present value."""
@@ -314,19 +307,22 @@ class States(Component):
 
     @contextlib.contextmanager
     @torch.no_grad()
-    def averages_in_model(self, table: ParamTable) -> Iterator[None]:
+    def averages_in_model(self) -> Iterator[None]:
         """In the block the model's weights are their moving averages; masters do not follow."""
+        optimizer, table = self.optimizer, self._table
         table.masters.refresh()  # afterwards every edit counts as known
         weights = []
-        for row, param in enumerate(self.optimizer._rows.params):
-            if (average := self.optimizer.state.get(param, {}).get("ema")) is not None:
+        for row, param in enumerate(optimizer._rows.params):
+            if (average := optimizer.state.get(param, {}).get("ema")) is not None:
                 model = table.model(row)
                 weight = table.param(row) if model is None else model
                 weights.append((weight, weight.detach().clone()))
                 weight.copy_(local(average))
+        optimizer._swapped = True
         try:
             yield
         finally:
+            optimizer._swapped = False
             for weight, before in weights:
                 weight.copy_(before)
             table.masters.accept_model_weights()
