@@ -158,21 +158,19 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
     def _gathered(self, scratch: dict[int, Tensor]) -> list[Gathered]:
         """For each mesh, shards on their way to the ranks that orthogonalize the matrices."""
         rows = self._rows
-        meshes: dict[Any, dict[int, Any]] = defaultdict(dict)
+        by_mesh: dict[Any, dict[int, Any]] = defaultdict(dict)
         for row in scratch:
             param: Any = rows.params[row]
             if is_sharded(param):
-                meshes[param.device_mesh][row] = param
+                by_mesh[param.device_mesh][row] = param
 
         def cost(row: int) -> float:
             views = matrices_of(_meta(rows.params[row]), rows.group_of(row))
             return sum(len(view) * min(view.shape[1:]) * view[0].numel() for view in views)
 
         return [
-            Gathered(
-                mesh, like, {row: scratch[row] for row in like}, {row: cost(row) for row in like}
-            )
-            for mesh, like in meshes.items()
+            Gathered(mesh, like, scratch, {row: cost(row) for row in like})
+            for mesh, like in by_mesh.items()
         ]
 
 
@@ -294,9 +292,7 @@ class MuonGroups(list[dict[str, Any]]):
         for group in self:
             elements = sum(param.numel() for param in group["params"])
             count = len(group["params"])
-            options = [
-                f"{key}={group[key]}" for key in ("split", "transposed", "flatten") if key in group
-            ]
+            options = [f"{key}={group[key]}" for key in _SHAPING if key in group]
             heading = ", ".join([group["algorithm"], *options])
             lines.append(f"{heading}: {count} tensor{'s' * (count > 1)}, {elements:,} elements")
             lines += [f"  {name}: {self._reasons[name]}" for name in group["param_names"]]
@@ -345,8 +341,9 @@ def muon_groups(
         for name in names:
             if name not in known:
                 raise ValueError(f"{what} has {name!r}, but nothing in the model has that name")
-    found = dict.fromkeys(heads, "the head") if heads is not None else _heads(modules)
-    tied = {module.weight: "an embedding" for module in modules.values() if _is_embedding(module)}
+    tables: dict[str, Any] = {name: each for name, each in modules.items() if _is_embedding(each)}
+    tied = {table.weight: "an embedding" for table in tables.values()}
+    found = dict.fromkeys(heads, "the head") if heads is not None else _heads(modules, tables)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     reasons = {}
     for name, param in parameters.items():
@@ -382,12 +379,9 @@ def _is_embedding(module: nn.Module) -> bool:
     return own is not None and own.ndim == 2 and "Embedding" in type(module).__name__
 
 
-def _heads(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The names of the heads, with the reason for each."""
+def _heads(modules: Mapping[str, nn.Module], tables: Mapping[str, Any]) -> dict[str, str]:
+    """The names of the heads, with the reason for each; `tables` are the embeddings."""
     linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-    tables: dict[str, Any] = {
-        name: module for name, module in modules.items() if _is_embedding(module)
-    }
     weights = {module.weight for module in tables.values()}
     if any(module.weight in weights for module in linear.values()):
         return {}  # tied: an embedding's weight is AdamW's already
@@ -401,16 +395,10 @@ def _heads(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     last = [*linear][-1:]
     outside = [name for name in as_wide if name in last or not re.search(r"(^|\.)\d", name)]
     if outside:
-        return {
-            name: f"the head: as many outputs as {vocabularies[len(linear[name].weight)]} has rows"
-            for name in outside
-        }
-    named = [
-        name
-        for name in linear
-        if re.fullmatch(r"([a-z_]+\.)*(head|lm_head|classifier|(lm_)?heads\.\d+)", name)
-    ]
-    if named:
+        of = {name: vocabularies[len(linear[name].weight)] for name in outside}
+        return {name: f"the head: as many outputs as {of[name]} has rows" for name in outside}
+    by_name = re.compile(r"([a-z_]+\.)*(head|lm_head|classifier|(lm_)?heads\.\d+)")
+    if named := list(filter(by_name.fullmatch, linear)):
         return dict.fromkeys(named, "the head, by its name")
     return dict.fromkeys(last, "the head: the last linear layer")
 

@@ -85,11 +85,6 @@ def operations(m: int, n: int, steps: int, dtype: torch.dtype) -> float:
     return min(_of_gram(m, n, steps, dtype), _of_direct(m, n, steps))
 
 
-def takes_gram(m: int, n: int, steps: int, dtype: torch.dtype) -> bool:
-    """Whether `steps` on m x n matrices, m <= n, are faster on their Gram matrices alone."""
-    return _of_gram(m, n, steps, dtype) < _of_direct(m, n, steps)
-
-
 def _of_direct(m: int, n: int, steps: int) -> float:
     return steps * (2.0 * m**3 + 4.0 * m**2 * n)
 
@@ -117,9 +112,9 @@ def orthogonalized(
     """
     batch, rows, columns = matrices.shape
     m, n = min(rows, columns), max(rows, columns)
-    dtype = dtype or product_dtype(matrices.device)
     if 0 in matrices.shape:
         return matrices
+    dtype = dtype or product_dtype(matrices.device)
     at_once = max(1, SLICE[matrices.device.type] // (rows * columns))
     if batch > at_once:
         parts = matrices.split(at_once)
@@ -135,7 +130,7 @@ def orthogonalized(
     factor /= math.sqrt(scale)
     if not polynomials:
         return x.mul_(factor)
-    if not takes_gram(m, n, len(polynomials), dtype):
+    if _of_direct(m, n, len(scaled)) <= _of_gram(m, n, len(scaled), dtype):
         return _directly(x, scaled, factor)
     if is_half and len(scaled) > _RESTART:
         x, scaled = _by_gram(x, scaled[:_RESTART], 1.0), scaled[_RESTART:]

@@ -128,20 +128,20 @@ class Ranks:
 
         def gather(mine: Tensor) -> Tensor:
             everyone = mine.new_empty(self.group.size() * mine.numel())
-            torch.distributed.all_gather_into_tensor(everyone, mine, self.group)
+            dist.all_gather_into_tensor(everyone, mine, self.group)
             return everyone
 
         table.inspector.set_gather(gather, self.counted_elsewhere)
 
     def share(self, flag: Tensor) -> None:
         """Set `flag` (float32) to the maximum over all ranks."""
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self.group)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, self.group)
 
 
 def _is_first_replica(param: Any, first_rank: int) -> bool:
     """Whether this process is the first of those that hold the same shard of `param`."""
     if not is_sharded(param):
-        return torch.distributed.get_rank() == first_rank
+        return dist.get_rank() == first_rank
     # If several meshes are the rows of a larger mesh, the first one counts.
     at = zip(param.placements, param.device_mesh.get_coordinate() or (), strict=False)
     is_first = not any(place.is_replicate() and coordinate for place, coordinate in at)
@@ -150,8 +150,8 @@ def _is_first_replica(param: Any, first_rank: int) -> bool:
 
 def group_of(mesh: DeviceMesh) -> ProcessGroup:
     """The processes of a mesh with any number of dimensions."""
-    if mesh.size() == torch.distributed.get_world_size():
-        return torch.distributed.group.WORLD  # type: ignore[return-value]
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD  # type: ignore[return-value]
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
@@ -167,7 +167,8 @@ class Gathered:
     Arguments:
         mesh: of the DTensors.
         like: by any key, the DTensors that give shapes and placements.
-        shards: the local tensors, of any type, laid out as the local tensors of `like`.
+        shards: by the same keys (or more), the local tensors, of any type, laid out as those of
+            `like`.
         costs: the work that each tensor is for the rank that has it whole.
     """
 
