@@ -142,17 +142,17 @@ class Layerwise:
     @contextlib.contextmanager
     def rescaled(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Rescale the gradients; within, `optimizer` steps without weight decay of its own."""
-        decays = [group.get("weight_decay") for group in optimizer.param_groups]
+        groups = optimizer.param_groups
+        decays = [(group, group["weight_decay"]) for group in groups if "weight_decay" in group]
         try:
-            for group in optimizer.param_groups:
+            for group in groups:
                 self._rescale(group)
-                if "weight_decay" in group:
-                    group["weight_decay"] = 0.0
+            for group, _ in decays:
+                group["weight_decay"] = 0.0
             yield
         finally:
-            for group, decay in zip(optimizer.param_groups, decays, strict=True):
-                if decay is not None:
-                    group["weight_decay"] = decay
+            for group, decay in decays:
+                group["weight_decay"] = decay
 
     @torch.no_grad()
     def _rescale(self, group: dict[str, Any]) -> None:

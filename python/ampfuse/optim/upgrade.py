@@ -71,21 +71,19 @@ def check_upgrade(
     """Raise TypeError or ValueError for what :func:`upgrade` cannot do."""
     check_options({"master_weights": master_weights})
     stepper = with_wrapped(optimizer)[-1]
-    if fused_class(stepper) is None:
-        if master_weights == "split":
-            raise TypeError(
-                f"master_weights='split' needs a fused optimizer, but {type(stepper).__name__} has "
-                "a custom step(). Use an optimizer of ampfuse.optim, or master_weights=True."
-            )
-        return
-    if isinstance(stepper, FusedOptimizer):
+    if master_weights == "split" and fused_class(stepper) is None:
+        raise TypeError(
+            f"master_weights='split' needs a fused optimizer, but {type(stepper).__name__} has "
+            "a custom step(). Use an optimizer of ampfuse.optim, or master_weights=True."
+        )
+    if is_fused(stepper):
         check_options({"rounding": stepper.rounding, "master_weights": master_weights})
 
 
 def fused_class(optimizer: torch.optim.Optimizer) -> type[FusedOptimizer] | None:
     """The fused class that `optimizer` has or gets; None if it keeps its own step."""
-    if isinstance(optimizer, FusedOptimizer):
-        return type(optimizer) if is_fused(optimizer) else None
+    if is_fused(optimizer):
+        return type(optimizer)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return None
     return FUSED.get(type(optimizer))  # by exact type: a subclass may step differently
@@ -214,8 +212,8 @@ class GenericOptimizer(AmpOptimizer):
 
 def _check_rates(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for a learning rate that is NaN, unless it is a tensor on another device."""
-    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
-    for rate in rates:
+    for group in optimizer.param_groups:
+        rate: Any = group.get("lr")
         is_known = isinstance(rate, float) or (isinstance(rate, Tensor) and rate.is_cpu)
         if is_known and math.isnan(rate):
             raise ValueError("Invalid learning rate: nan")
