@@ -228,7 +228,7 @@ class _Task:
             clock.mark()
             if len(losses) >= _MIN_STEPS and time.perf_counter() > end:
                 break
-        times, skipped, stale = clock.flush(), _skipped(optimizer), ()
+        times, skipped, stale = clock.flush(), int(optimizer.skipped_steps["nonfinite"]), ()
         if LEVELS[level].model_is_low_precision and not LEVELS[level].master_weights:
             with contextlib.suppress(TypeError):  # of a step of its own, which shows no updates
                 meter = optimizer.meter(every=1)
@@ -243,11 +243,11 @@ class _Task:
         model, optimizer, step = self._start(level)
         clean = 0
         for batch in itertools.islice(itertools.cycle(self.batches), _MAX_ATTEMPTS):
-            skipped = _skipped(optimizer)
+            skipped = optimizer.skipped_steps["nonfinite"]
             step(batch, functools.partial(inputs.call, self._loss_function))
             if all(parameter.grad is None for parameter in model.parameters()):
                 raise ValueError(f"{_ORIGINAL} The copy got no gradient.")
-            clean = clean + 1 if _skipped(optimizer) == skipped else 0
+            clean = clean + 1 if optimizer.skipped_steps["nonfinite"] == skipped else 0
             if clean == _CLEAN:
                 return sessions.of_optimizers([optimizer]).loss_scalers[0].loss_scale()
         return None
@@ -270,11 +270,6 @@ class _Task:
             return loss.detach().float()
 
         return model, optimizer, step
-
-
-def _skipped(optimizer: Any) -> int:
-    """Steps that were left out so far; waits for the device."""
-    return (optimizer.last_step.overflow() or {"skipped_steps": 0})["skipped_steps"]
 
 
 def _seed(seed: int) -> None:
