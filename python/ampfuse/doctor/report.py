@@ -325,12 +325,11 @@ def measure_attention(event: Event, device: torch.device) -> dict[str, list[floa
     schema = getattr(torch.ops.aten, event.name.removeprefix("aten::")).default._schema
     names = [argument.name.replace("attn_bias", "attn_mask") for argument in schema.arguments]
     value = dict(zip(names, event.values, strict=False))
+    given = zip(names, event.dims, event.strides, event.types, strict=False)
     tensors: dict[str, Any] = {}
     found = {}
     with same_random_numbers(), torch.enable_grad():
-        for name, sizes, strides, kind in zip(
-            names, event.dims, event.strides, event.types, strict=False
-        ):
+        for name, sizes, strides, kind in given:
             if sizes and kind in _TYPES:
                 new = torch.empty_strided(sizes, strides, dtype=_TYPES[kind], device=device)
                 tensors[name] = new.fill_(1) if "mask" in name else new.normal_().requires_grad_()

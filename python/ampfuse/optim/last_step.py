@@ -71,13 +71,12 @@ class LastStep:
             ``parameter`` (name of the first parameter whose gradient was not finite), ``kind``
             (``"inf"`` or ``"nan"``) and ``skipped_steps`` (how many steps were skipped for one).
         """
-        row = int(self._table.inspector.state_field("last_bad_row"))
-        if row < 0:
+        field = self._table.inspector.state_field
+        if (row := int(field("last_bad_row"))) < 0:
             return None
-        bits = int(self._table.inspector.state_field("last_bad_bits"))
         return {
             "parameter": self._table.name(row),
-            "kind": "nan" if bits > 0x7F800000 else "inf",
+            "kind": "nan" if int(field("last_bad_bits")) > 0x7F800000 else "inf",
             "skipped_steps": int(skipped_steps(self._table)["nonfinite"]),
         }
 

@@ -39,7 +39,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
-def placed_as(param: Tensor, shard: Tensor) -> Tensor:
+def placed_as(param: Any, shard: Tensor) -> Tensor:
     """The DTensor whose local tensor is `shard`, with the shape and placements of `param`.
 
     `shard` itself if `param` is not a DTensor, or the shapes differ, as those of scales do.
@@ -48,15 +48,8 @@ def placed_as(param: Tensor, shard: Tensor) -> Tensor:
         return shard
     from torch.distributed.tensor import DTensor
 
-    like: Any = param
-    return DTensor.from_local(
-        shard,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    whole = {"shape": param.shape, "stride": param.stride()}
+    return DTensor.from_local(shard, param.device_mesh, param.placements, run_check=False, **whole)
 
 
 def origin(param: Any) -> int:
