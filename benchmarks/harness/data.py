@@ -20,7 +20,7 @@ def digits(side: int) -> tuple[Tensor, ...]:
     """
     train, test, facts = sets.digits(8)
 
-    def images(part: sets.Pixels) -> Tensor:
+    def images(part: sets.Split) -> Tensor:
         return F.interpolate((part.images / 255 - facts.mean[0]) / facts.std[0], side)
 
     return images(train), train.labels, images(test), test.labels

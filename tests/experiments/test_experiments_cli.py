@@ -18,14 +18,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MODULES = {name: importlib.import_module(f"ampfuse.experiments.{name}") for name in SCRIPTS}
 
 
-def runs_and_note(line: str, device: torch.device) -> tuple[list[Settings], str]:
+def runs(line: str, device: torch.device = CUDA) -> list[Settings]:
     name, *words = line.split()
     script = MODULES[name].SCRIPT
     return runs_of(parse(script, words, name), script, device)
-
-
-def runs(line: str, device: torch.device = CUDA) -> list[Settings]:
-    return runs_and_note(line, device)[0]
 
 
 def run(line: str, device: torch.device = CUDA) -> Settings:
@@ -115,11 +111,10 @@ def test_every_recipe_resolves_for_every_model_and_variant():
 
 
 def test_cpu_sizes_unless_told_otherwise():
-    found, note = runs_and_note("cifar --data digits", CPU)
-    assert (found[0].batch_size, found[0].iterations) == (64, 20)
-    assert "batch size 64, iterations 20" in note
-    found, note = runs_and_note("cifar --data digits -b 128 --iterations 100", CPU)
-    assert (found[0].batch_size, found[0].iterations, note) == (128, 100, "")
+    first, *_ = runs("cifar --data digits", CPU)
+    assert (first.batch_size, first.iterations) == (64, 20)
+    first, *_ = runs("cifar --data digits -b 128 --iterations 100", CPU)
+    assert (first.batch_size, first.iterations) == (128, 100)
     assert run("cifar --data digits --arm O5 --epochs 2", CPU).iterations is None
 
 

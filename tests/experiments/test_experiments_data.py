@@ -20,7 +20,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import data_files
-from ampfuse.experiments.data import DataError, Samples, open_data
+from ampfuse.experiments.data import DataError, open_data
 from ampfuse.experiments.settings import Settings
 from cases import never_waiting
 from data_files import no_checksums as no_checksums
@@ -365,8 +365,7 @@ def test_samples_can_be_sent_to_a_worker_that_was_not_forked(tmp_path):
     data_files.write_imagenet(tmp_path)
     for source in ("synthetic", tmp_path):
         data = open_("imagenet", source, image_size=28, loader="workers", augment=True)
-        samples = Samples(data._images.train, data._of_train, (0, 0))
-        assert same([pickle.loads(pickle.dumps(samples))[1]], [samples[1]])
+        assert same([pickle.loads(pickle.dumps(data._train))[1]], [data._train[1]])
 
 
 def read_all(**options) -> None:

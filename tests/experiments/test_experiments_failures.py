@@ -79,7 +79,7 @@ WRONG = {
         "--arm tf32": "TF32 needs a GPU of sm_80",
         "--graph": "--graph: a CUDA graph needs a GPU",
         "--loss-scale 2 --static-loss-scale 4": "--static-loss-scale both set the loss scale",
-        "there": "give only one data folder",
+        "there": "both set the data; give only one",
         "--epochs 1 --iterations 2": "--epochs and --iterations both set the length",
         "--device gpu": "--device gpu: must be auto, cpu, cuda or cuda:N",
         "--model vgg99": "unknown model 'vgg99': the models are vgg16, wrn28_10, ",

@@ -163,7 +163,7 @@ def test_lines_and_error_bars_are_the_rows(source, kind, folder):
     add_e1(folder)
     rows = results.published("e1") if source == "published" else rows_of(folder)
     gpus = ("1080 Ti", "TITAN X", "V100") if source == "published" else ("A", "B")
-    title = {"published": "VGG16, published figures", "own": "VGG16 on synthetic CIFAR-10"}[source]
+    title = {"published": "vgg16, published figures", "own": "vgg16 on synthetic cifar10"}[source]
     column = {"time": "time_s", "memory": "memory_mb"}[kind]
     name = {"time": "training time of 100 iterations, s", "memory": "device memory, MB"}[kind]
     figure = make_plot.against_batch(rows, kind, std=True)
@@ -273,7 +273,7 @@ def test_lines_of_different_length_say_so(folder):
 def test_different_conditions_make_different_lines(folder):
     names = {
         "FP32": {},
-        "FP32 (workers loader, workers 2)": {"loader": "workers", "workers": 2},
+        "FP32 (loader workers, workers 2)": {"loader": "workers", "workers": 2},
         "FP16": {"method": "FP16", "arm": "O2"},
         "FP16 (graph)": {"method": "FP16", "arm": "O2", **GRAPH},
         "amp (lr 0.1)": {"method": "amp", "arm": "O1", "lr": 0.1},
@@ -303,8 +303,7 @@ def test_own_and_published_figures_never_share_a_line(folder):
 
 def test_nothing_to_draw(folder):
     folder.add(time_s=None)
-    with pytest.raises(make_plot.NothingToDraw):
-        make_plot.against_batch(rows_of(folder), "time")
+    assert make_plot.against_batch(rows_of(folder), "time") is None
 
 
 def overlaps(figure: Figure) -> list[tuple[str, str]]:

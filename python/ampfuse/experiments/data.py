@@ -44,31 +44,48 @@ def generator(*key: object) -> torch.Generator:
 # ---- sets ----------------------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
-    """Of the images of a set; `mean` and `std` are per channel, as shares of 255."""
+class Kind(NamedTuple):
+    """A data set. `mean` and `std` of the pixels are per channel, as shares of 255. `files` are
+    what its folder must contain; `globs` match those that may be damaged."""
 
+    title: str
     channels: int
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    files: str = ""
+    globs: tuple[str, ...] = ()
 
 
-PUBLISHED = {
-    "mnist": Facts(1, 10, (0.1307,), (0.3081,)),
-    "cifar10": Facts(3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "imagenet": Facts(3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+KINDS = {
+    "mnist": Kind(
+        *("MNIST", 1, 10, (0.1307,), (0.3081,)),
+        "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, "
+        "t10k-labels-idx1-ubyte (or all with .gz), in the folder or in MNIST/raw below it",
+        ("*-ubyte*", "MNIST/raw/*"),
+    ),
+    "cifar10": Kind(
+        *("CIFAR-10", 3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+        *("cifar-10-batches-py/ or cifar-10-python.tar.gz", ("cifar-10-*",)),
+    ),
+    "imagenet": Kind(
+        *("ImageNet", 3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        "train/ and val/, with a folder of images for each class",
+    ),
 }
 
 
-@dataclasses.dataclass
-class Pixels:
-    """Images in memory: uint8 [n, channels, size, size]; labels int64 [n]."""
+class Split(NamedTuple):
+    """Images, uint8 [n, channels, size, size] or the paths of files; labels, int64 [n]."""
 
-    images: Tensor
+    images: Tensor | Sequence[str]
     labels: Tensor
 
-    def __getitem__(self, index: int) -> Tensor:
-        return self.images[index]
+
+class ImageSet(NamedTuple):
+    train: Split
+    test: Split
+    facts: Kind
 
 
 def resized(images: Tensor, size: int) -> Tensor:
@@ -79,56 +96,19 @@ def resized(images: Tensor, size: int) -> Tensor:
     return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
 
 
-@dataclasses.dataclass
-class ImageFiles:
-    """Image files of any size; labels int64 [n]."""
-
-    paths: Sequence[str]
-    labels: Tensor
-
-    def __getitem__(self, index: int) -> Any:
-        from torchvision.datasets.folder import pil_loader
-
-        try:
-            return pil_loader(self.paths[index])
-        except Exception as error:  # decoders raise nearly anything for damaged files
-            said = f"{self.paths[index]}: cannot be read as an image ({error})"
-            raise DataError(said) from error
-
-
-class ImageSet(NamedTuple):
-    train: Pixels | ImageFiles
-    test: Pixels | ImageFiles
-    facts: Facts
-
-
-# Title, files that the folder must contain, and patterns of files that may be damaged.
-_FILES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "mnist": (
-        "MNIST",
-        "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, "
-        "t10k-labels-idx1-ubyte (or all with .gz), in the folder or in MNIST/raw below it",
-        ("*-ubyte*", "MNIST/raw/*"),
-    ),
-    "cifar10": ("CIFAR-10", "cifar-10-batches-py/ or cifar-10-python.tar.gz", ("cifar-10-*",)),
-    "imagenet": ("ImageNet", "train/ and val/, with a folder of images for each class", ()),
-}
-
-
 def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
     """The published data set `kind` ("mnist", "cifar10" or "imagenet") in `folder`. MNIST and
     CIFAR-10 are downloaded if they are missing, and resized to `image_size`. Raises DataError if
     the set is missing or damaged or cannot be downloaded."""
-    place = Path(folder).expanduser()
+    place, facts = Path(folder).expanduser(), KINDS[kind]
     try:
         return _imagenet(place) if kind == "imagenet" else _small(kind, place, image_size)
     except Exception as error:  # torchvision raises nearly anything for damaged files
-        title, expected, patterns = _FILES[kind]
-        found = [str(path) for pattern in patterns for path in sorted(place.glob(pattern))]
+        found = [str(path) for name in facts.globs for path in sorted(place.glob(name))]
         there = f"; delete these if they are damaged: {', '.join(found)}" if found else ""
         raise DataError(
-            f"--data {place}: {title} could not be read: {error}{there}; expected: {expected}; "
-            "or use --data digits or synthetic"
+            f"--data {place}: {facts.title} could not be read: {error}{there}; expected: "
+            f"{facts.files}; or use --data digits or synthetic"
         ) from error
 
 
@@ -141,17 +121,16 @@ def _small(kind: str, folder: Path, image_size: int) -> ImageSet:
     flat = any(folder.glob("*-ubyte*"))
     source = CIFAR10 if kind == "cifar10" else FlatMNIST if flat else MNIST
     folder.mkdir(parents=True, exist_ok=True)
-    pixels, facts = [], PUBLISHED[kind]
+    splits = []
     for train in (True, False):
         part = source(folder, train=train, download=True)
-        images = torch.as_tensor(part.data)
+        images, labels = torch.as_tensor(part.data), torch.as_tensor(part.targets)
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
-        labels = torch.as_tensor(part.targets)
         low, high = labels.min(), labels.max()
-        if len(labels) != len(images) or not 0 <= low <= high < facts.classes:
+        if len(labels) != len(images) or not 0 <= low <= high < KINDS[kind].classes:
             raise ValueError(f"{len(labels)} labels, {low} to {high}, for {len(images)} images")
-        pixels.append(Pixels(resized(images, image_size), labels))
-    return ImageSet(*pixels, facts)
+        splits.append(Split(resized(images, image_size), labels))
+    return ImageSet(*splits, KINDS[kind])
 
 
 def _imagenet(folder: Path) -> ImageSet:
@@ -163,9 +142,9 @@ def _imagenet(folder: Path) -> ImageSet:
     test = make_dataset(folder / "val", train.class_to_idx, IMG_EXTENSIONS, allow_empty=True)
     if not test:
         raise FileNotFoundError(f"{folder / 'val'} has no images of the classes in train")
-    splits = (zip(*samples, strict=True) for samples in (train.samples, test))
-    files = (ImageFiles(paths, torch.tensor(labels)) for paths, labels in splits)
-    return ImageSet(*files, PUBLISHED["imagenet"]._replace(classes=len(train.classes)))
+    pairs = (zip(*samples, strict=True) for samples in (train.samples, test))
+    splits = (Split(paths, torch.tensor(labels)) for paths, labels in pairs)
+    return ImageSet(*splits, KINDS["imagenet"]._replace(classes=len(train.classes)))
 
 
 def digits(image_size: int) -> ImageSet:
@@ -178,10 +157,10 @@ def digits(image_size: int) -> ImageSet:
     options = {"test_size": 360, "stratify": labels, "random_state": 0}
     grey = (torch.as_tensor(pixels).view(-1, 1, 8, 8) * (255 / 16)).round().byte()
     images, labels = resized(grey, image_size), torch.as_tensor(labels, dtype=torch.int64)
-    split = train_test_split(range(len(labels)), **options)
-    parts = [Pixels(images[part], labels[part]) for part in split]
-    std, mean = torch.std_mean(parts[0].images.double() / 255, correction=0)
-    return ImageSet(*parts, Facts(1, 10, (mean.item(),), (std.item(),)))
+    parts = train_test_split(range(len(labels)), **options)
+    train, test = (Split(images[part], labels[part]) for part in parts)
+    std, mean = torch.std_mean(train.images.double() / 255, correction=0)
+    return ImageSet(train, test, Kind("digits", 1, 10, (mean.item(),), (std.item(),)))
 
 
 _TEST_BATCHES = 4  # at most, of noise
@@ -190,15 +169,15 @@ _TEST_BATCHES = 4  # at most, of noise
 def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
     """Noise in the shape of `kind`: `synthetic_size` images to train, but at least a batch per
     process; to test a quarter, but at most four batches per process."""
-    facts, size = PUBLISHED[kind], settings.image_size
+    facts, size = KINDS[kind], settings.image_size
     together = settings.batch_size * world_size
     train_size = max(settings.synthetic_size, together)
     random = generator("synthetic", settings.seed)
 
-    def draw(count: int) -> Pixels:
+    def draw(count: int) -> Split:
         shape = (count, facts.channels, size, size)
         pixels = torch.randint(256, shape, dtype=torch.uint8, generator=random)
-        return Pixels(pixels, torch.randint(facts.classes, (count,), generator=random))
+        return Split(pixels, torch.randint(facts.classes, (count,), generator=random))
 
     train, test = draw(train_size), draw(min(-(-train_size // 4), _TEST_BATCHES * together))
     return ImageSet(train, test, facts._replace(mean=(0.5,), std=(0.29,)))
@@ -209,7 +188,6 @@ def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
 _PADDING = 4  # black pixels around images that are cropped
 
 
-@dataclasses.dataclass(eq=False)
 class Data:
     """Batches of one data set on one device.
 
@@ -222,17 +200,19 @@ class Data:
     batches of each process.
     """
 
-    settings: Settings
-    kind: str
-    images: dataclasses.InitVar[ImageSet]
-    device: torch.device
-    rank: int
-    world_size: int
-
-    def __post_init__(self, images: ImageSet) -> None:
-        settings, rank, world_size = self.settings, self.rank, self.world_size
+    def __init__(
+        self,
+        settings: Settings,
+        kind: str,
+        images: ImageSet,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.settings, self.kind, self.device = settings, kind, device
+        self.rank, self.world_size = rank, world_size
         self.seed = settings.seed + settings.repeat
-        self.channels, self.classes, *facts = images.facts
+        self.channels, self.classes = images.facts.channels, images.facts.classes
         self.image_size = settings.image_size
         self.train_size, self.test_size = len(images.train.labels), len(images.test.labels)
         self.batches_per_epoch = self.train_size // (settings.batch_size * world_size)
@@ -243,17 +223,16 @@ class Data:
                 f"{self.train_size // world_size} training images{of_each}: use a smaller one"
             )
         first, end = (self.test_size * part // world_size for part in (rank, rank + 1))
-        self._test_share = range(first, end)
-        self._augments = settings.augment and self.kind != "mnist"  # mirrored digits are not digits
+        self._test_share = slice(first, end)
+        self._augments = settings.augment and kind != "mnist"  # mirrored digits are not digits
         last = settings.channels_last
         self._memory_format = torch.channels_last if last else torch.contiguous_format
         mean, std = (  # a grey set takes the first of three values
             torch.tensor(values[: self.channels], dtype=torch.float64).view(-1, 1, 1)
-            for values in (settings.mean or facts[0], settings.std or facts[1])
+            for values in (settings.mean or images.facts.mean, settings.std or images.facts.std)
         )
         # (pixels / 255 - mean) / std, in double precision and rounded once.
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
-        self._prepare(images)
 
     def describe(self) -> dict[str, Any]:
         """What result files say of the data: the contents of a folder, not its path."""
@@ -283,20 +262,20 @@ class ResidentData(Data):
     and sent once per epoch; no batch makes the host wait. Augmentation crops the stored images,
     padded by 4 black pixels, and mirrors them at random."""
 
-    def _prepare(self, images: ImageSet) -> None:
-        if isinstance(images.train, ImageFiles) or isinstance(images.test, ImageFiles):
+    def __init__(self, settings: Settings, kind: str, images: ImageSet, *where: Any) -> None:
+        super().__init__(settings, kind, images, *where)
+        if not isinstance(images.train.images, Tensor):
             raise DataError("--loader resident does not read image files: use --loader workers")
-        share = slice(self._test_share.start, self._test_share.stop)
-        self._train, self._train_labels = self._stored(images.train, slice(None))
-        self._test, self._test_labels = self._stored(images.test, share)
+        self._train, self._train_labels = self._stored(*images.train)
+        self._test, self._test_labels = self._stored(*(x[self._test_share] for x in images.test))
         if self._augments:
             self._train = functional.pad(self._train, (0, 0, *(_PADDING,) * 4))
         self._scale, self._shift = self._scale.to(self.device), self._shift.to(self.device)
 
-    def _stored(self, split: Pixels, which: slice) -> tuple[Tensor, Tensor]:
+    def _stored(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """uint8 [n, h, w, channels], so that a crop copies whole pixels, and the labels."""
-        images = split.images[which].permute(0, 2, 3, 1).contiguous()
-        return images.to(self.device), split.labels[which].to(self.device)
+        images = images.permute(0, 2, 3, 1).contiguous()
+        return images.to(self.device), labels.to(self.device)
 
     def train_batches(self, epoch: int, start: int = 0) -> Batches:
         order = self._epoch_order(epoch)
@@ -346,27 +325,28 @@ class WorkersData(Data):
     padded by 4 black pixels ("cifar10") or resizes crops of random size and shape ("imagenet"), and
     mirrors them at random. Each pass starts its own processes."""
 
-    def _prepare(self, images: ImageSet) -> None:
+    def __init__(self, settings: Settings, kind: str, images: ImageSet, *where: Any) -> None:
         from torchvision.transforms import v2
 
-        size, self._images = self.image_size, images
+        super().__init__(settings, kind, images, *where)
+        size = self.image_size
         plain = []  # images in memory are resized already
-        if isinstance(images.train, ImageFiles):
+        if not isinstance(images.train.images, Tensor):
             plain = [v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)]
-        cifar = self.kind == "cifar10"
+        cifar = kind == "cifar10"
         crop = v2.RandomCrop(size, padding=_PADDING) if cifar else v2.RandomResizedCrop(size)
         train = [crop, v2.RandomHorizontalFlip()] if self._augments else plain
         last = v2.PILToTensor(), functools.partial(normalised, scale=self._scale, shift=self._shift)
-        self._of_train, self._of_test = v2.Compose([*train, *last]), v2.Compose([*plain, *last])
+        self._train = Samples(images.train, v2.Compose([*train, *last]))
+        self._test = Samples(images.test, v2.Compose([*plain, *last]))
 
     def train_batches(self, epoch: int, start: int = 0) -> Batches:
-        order = self._epoch_order(epoch)[start:].tolist()
-        samples = Samples(self._images.train, self._of_train, (self.seed, epoch))
-        return self._on_device(samples, order)
+        samples = dataclasses.replace(self._train, draws=(self.seed, epoch))
+        return self._on_device(samples, self._epoch_order(epoch)[start:].tolist())
 
     def test_batches(self) -> Batches:
-        order = BatchSampler(self._test_share, self.settings.batch_size, drop_last=False)
-        return self._on_device(Samples(self._images.test, self._of_test), order)
+        share = range(self.test_size)[self._test_share]
+        return self._on_device(self._test, BatchSampler(share, self.settings.batch_size, False))
 
     def _on_device(self, samples: Samples, order: Iterable[list[int]]) -> Batches:
         loader = DataLoader(
@@ -391,16 +371,27 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     """Transformed images and their labels. The random numbers of an image depend on its index and
     on `draws` (seed, epoch), not on the process."""
 
-    split: Pixels | ImageFiles
+    split: Split
     transform: Callable[[Any], Tensor]
     draws: tuple[int, int] = (0, 0)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = self.split.images[index]
         with torch.random.fork_rng(devices=[]):
             # torch.manual_seed would seed the GPUs too.
             seed = generator("sample", *self.draws, index).initial_seed()
             torch.default_generator.manual_seed(seed)
-            return self.transform(self.split[index]), self.split.labels[index]
+            image = image if isinstance(image, Tensor) else _opened(image)
+            return self.transform(image), self.split.labels[index]
+
+
+def _opened(path: str) -> Any:
+    from torchvision.datasets.folder import pil_loader
+
+    try:
+        return pil_loader(path)
+    except Exception as error:  # decoders raise nearly anything for damaged files
+        raise DataError(f"{path}: cannot be read as an image ({error})") from error
 
 
 def _ignore_interrupts(worker: int) -> None:
@@ -432,15 +423,11 @@ class NormalFeatures(Data):
         return iter(self._test)
 
 
-# The data set of each script; mnist and mlp use MNIST.
-_KIND_OF = {"cifar": "cifar10", "imagenet": "imagenet"}
-
-
 def open_data(settings: Settings, device: torch.device, rank: int = 0, world_size: int = 1) -> Data:
     """The data of `settings` on `device`, for process `rank` of `world_size`."""
     if (settings.experiment, settings.data) == ("mlp", "synthetic"):
         return NormalFeatures(settings, device)
-    kind = _KIND_OF.get(settings.experiment, "mnist")
+    kind = {"cifar": "cifar10", "imagenet": "imagenet"}.get(settings.experiment, "mnist")
     if settings.data == "digits":
         images = digits(settings.image_size)
     elif settings.data == "synthetic":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -35,14 +34,9 @@ class World:
         get = os.environ.get
         return cls(int(get("RANK", 0)), int(get("WORLD_SIZE", 1)), int(get("LOCAL_RANK", 0)))
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[None]:
         """Context with a process group: NCCL between GPUs, gloo between CPUs."""
-        self._device = device
         if self.size > 1:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         try:
@@ -51,20 +45,16 @@ class World:
             if self.size > 1:
                 dist.destroy_process_group()
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over all processes, element by element. All must call this."""
-        if self.size == 1:
-            return list(values)
-        total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total)
-        return total.tolist()
-
     def gather(self, mine: Any) -> list[Any]:
         """The values of all processes, by rank. All must call this."""
         everyone = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(everyone, mine)
         return everyone
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over all processes, element by element. All must call this."""
+        return [sum(column) for column in zip(*self.gather(values), strict=True)]
 
 
 def check(of: Settings, world: World, device: torch.device) -> None:
@@ -92,13 +82,12 @@ def shard(model: nn.Module, *, separate_norms: bool) -> None:
     # Scores are such a view, but nothing writes to them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     model.to(memory_format=torch.contiguous_format)  # FSDP supports no other for weights
-    stages = (model.layer1, model.layer2, model.layer3, model.layer4)
-    for block in (*itertools.chain(*stages), model):
-        norms = [m for m in block.modules() if isinstance(m, _BatchNorm)]
+    for part in (*model.layer1, *model.layer2, *model.layer3, *model.layer4, model):
+        norms = [module for module in part.modules() if isinstance(module, _BatchNorm)]
         norms = [norm for norm in norms if not isinstance(norm, FSDPModule)]
         if separate_norms and norms:
             fully_shard(norms)
-        fully_shard(block)
+        fully_shard(part)
     model.register_forward_pre_hook(_broadcast_buffers)
 
 

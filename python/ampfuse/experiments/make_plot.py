@@ -14,16 +14,15 @@ import contextlib
 import functools
 import io
 import itertools
-import operator
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ampfuse.command_line import UsageError, check_installed, check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.results import EXPERIMENTS, METHODS, Row, file_name, listed
+from ampfuse.experiments.results import EXPERIMENTS, Row, file_name, listed
 from ampfuse.files import atomic
 
 if TYPE_CHECKING:
@@ -59,17 +58,16 @@ def _rows(args: argparse.Namespace) -> list[Row]:
 def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
     """All figures of all models by name, such as "CIFAR - Time" or "ImageNet resnet18 - Memory
     (std)", except those without values."""
-    network, found = operator.itemgetter("experiment", "model"), {}
-    for experiment, model in dict.fromkeys(map(network, rows)):
-        ours = [row for row in rows if network(row) == (experiment, model)]
+    found = {}
+    for experiment, model in _distinct((row["experiment"], row["model"]) for row in rows):
+        ours = [row for row in rows if (row["experiment"], row["model"]) == (experiment, model)]
         title = EXPERIMENTS.get(experiment, experiment)
         # The main model of an experiment is not named, as in E1's names.
         if model not in ("vgg16", "mnist_cnn", "mlp") and experiment != "demo":
             title += f" {model}"
         for bars, kind in itertools.product((False, True) if std else (False,), _KINDS):
-            name = file_name(f"{title} - {kind.title()}{' (std)' * bars}")
-            with contextlib.suppress(NothingToDraw):
-                found[name] = against_batch(ours, kind, std=bars)
+            if figure := against_batch(ours, kind, std=bars):
+                found[file_name(f"{title} - {kind.title()}{' (std)' * bars}")] = figure
     if not found:
         raise UsageError("the chosen results have nothing to draw")
     return found
@@ -88,50 +86,41 @@ def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
 
 # ---- lines ---------------------------------------------------------------------------------------
 
+Lines = dict[tuple[str, str], list[Row]]
 
-class NothingToDraw(UsageError):
-    """The rows have no values for this figure."""
-
-
-class Line(NamedTuple):
-    """Rows of one GPU, method and set of conditions; `name` is the method, and the conditions in
-    which it differs from other lines."""
-
-    gpu: str
-    name: str
-    rows: list[Row]
+# Only methods with the same values of these are comparable. The usual values are not named.
+_COMPARABLE = {"data": None, "kind": None, "image_size": None, "augment": None, "shuffle": None}
+_COMPARABLE |= {"world_size": 1, "loader": "resident", "channels_last": True}
+_COMPARABLE |= {"cudnn_benchmark": True, "graph": False, "deterministic": False}
 
 
-# Only methods with the same values of these are comparable, so names tell where they differ from
-# the usual ones.
-_USUAL = {"world_size": 1, "loader": "resident", "channels_last": True, "cudnn_benchmark": True}
-_USUAL |= {"graph": False, "deterministic": False}
-_MUST_BE_ALIKE = ("data", "kind", "image_size", "augment", "shuffle", *_USUAL)
-_WORDS = {"loader": "{} loader", "world_size": "{} processes"}
-_WORDS |= dict.fromkeys(("data", "arm", "device"), "{}")
-
-
-def lines(rows: Sequence[Row]) -> list[Line]:
-    """The lines of `rows`, which are of one model. Raises UsageError if the runs of a line have
-    neither iterations nor epochs in common."""
+def lines(rows: Sequence[Row]) -> Lines:
+    """The rows of each line by GPU and name: the method, and the conditions in which it differs
+    from other lines. `rows` are of one model."""
     if len(models := _distinct(row["model"] for row in rows)) > 1:
         raise UsageError(f"results of {', '.join(models)}: choose one model with --model")
     parts: dict[tuple[str, ...], list[Row]] = {}
-    for alike in _grouped(rows, "source", "gpu", "method"):
+    for row in rows:
+        names = [name for name in _COMPARABLE if _varies(rows, name)]
         # Conditions that follow the batch size (such as lr) make no line of their own.
-        sizes = _grouped(alike, "batch_size")
-        names = [name for name in _MUST_BE_ALIKE if _varies(rows, name)]
-        names += [n for n in alike[0]["conditions"] if any(_varies(size, n) for size in sizes)]
-        for row in alike:
-            key = (row["source"], row["gpu"], row["method"], *_words(row, _distinct(names)))
-            parts.setdefault(key, []).append(row)
+        of_method = [r for r in rows if all(r[n] == row[n] for n in ("source", "gpu", "method"))]
+        for size in {r["batch_size"] for r in of_method}:
+            of_size = [r for r in of_method if r["batch_size"] == size]
+            names += [name for name in row["conditions"] if _varies(of_size, name)]
+        found = {name: row["conditions"].get(name) for name in names}
+        words = [
+            name if value is True else f"{name} {value}"
+            for name, value in found.items()
+            if value not in (None, _COMPARABLE.get(name))
+        ]
+        parts.setdefault((row["source"], row["gpu"], row["method"], *words), []).append(row)
     several_sources = len({row["source"] for row in rows}) > 1
     several_lengths = len({_length(members) for members in parts.values()}) > 1
-    found = []
+    found = {}
     for (source, gpu, method, *words), members in parts.items():
         words += [source] * several_sources + [_length(members)] * several_lengths
         name = f"{method} ({', '.join(words)})" if words else method
-        found.append(Line(gpu, name, sorted(members, key=lambda row: row["batch_size"])))
+        found[gpu, name] = sorted(members, key=lambda row: row["batch_size"])
     return found
 
 
@@ -154,113 +143,81 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _grouped(rows: Sequence[Row], *columns: str) -> Collection[list[Row]]:
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
-    return groups.values()
-
-
 def _varies(rows: Sequence[Row], name: str) -> bool:
     return len({str(row["conditions"].get(name)) for row in rows}) > 1
-
-
-def _words(row: Row, names: Sequence[str]) -> list[str]:
-    """These conditions of `row` as words, such as "graph", "workers loader" or "lr 0.1"."""
-    words = []
-    for name in names:
-        value = row["conditions"].get(name)
-        if value is None or value == _USUAL.get(name):
-            continue
-        if isinstance(value, bool):
-            words.append(name if value else f"no {name}")
-        else:
-            words.append(_WORDS.get(name, f"{name} {{}}").format(listed([value])))
-    return words
 
 
 # ---- figures -------------------------------------------------------------------------------------
 
 _KINDS = {"time": ("time_s", "training time", "s"), "memory": ("memory_mb", "device memory", "MB")}
 _DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3)), (0, (8, 2, 2, 2)))
-_MARKERS = "os^Dv<>ph"
 
 
-def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figure:
+def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figure | None:
     """Training "time", or "memory" in MB of 10^6 bytes, against batch size: a line per GPU and
-    method. For a single batch size, a bar per method and GPU. All rows are of one model.
+    method. For a single batch size, a bar per method and GPU. All rows are of one model; None if
+    they have no values.
 
     `std` shows the sample standard deviation of the repeats as error bars.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
 
     column, what, unit = _KINDS[kind]
     mean, rows = f"{column}_mean", [row for row in rows if row["batch_size"]]
     batches = sorted({row["batch_size"] for row in rows if row[mean]})
-    are_bars = len(batches) == 1
     if not batches:
-        raise NothingToDraw("the results have no values for this figure")
+        return None
     found = lines([row for row in rows if row[mean] or row["diverged"]])
-    lengths = _distinct(_length(line.rows) for line in found)
+    gpus, names = (_distinct(part) for part in zip(*found, strict=True))
+    lengths = _distinct(map(_length, found.values()))
     if kind == "time" and len(lengths) == 1:
         what += f" of {lengths[0]}"
     if kind == "memory" and {row["memory_kind"] for row in rows} == {"process RSS"}:
         what = "memory of the process"
-    names, gpus = _distinct(line.name for line in found), _distinct(line.gpu for line in found)
     figure = Figure(figsize=(7.0, 3.8), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y" if are_bars else "both", alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
+    are_bars = len(batches) == 1
     width = 0.8 / len(gpus)  # bars of one method stand next to each other
-    for line in found:
-        x, y, errors = [], [], []
-        offset = (gpus.index(line.gpu) + 0.5) * width - 0.4
-        for row in line.rows:
-            place = names.index(line.name) + offset if are_bars else row["batch_size"]
+    for (gpu, name), members in found.items():
+        at = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4
+        points = []
+        for row in members:
+            place = at if are_bars else row["batch_size"]
             if row[mean]:
-                x, y = [*x, place], [*y, row[mean]]
-                errors.append(row[f"{column}_std"] or 0.0)
+                points.append((place, row[mean], row[f"{column}_std"] or 0.0))
             else:
                 text = f"  {row['method']} diverged"
                 axes.text(place, 0, text, rotation=90, va="bottom", fontsize=6.5)
-        style = _style_of(line, names, gpus)
-        if not are_bars:
-            axes.errorbar(x, y, errors if std else None, capsize=2, **style)
-        elif x:  # the axis names the method, the legend the GPU
-            look = {"color": style["color"], "label": line.gpu, "capsize": 2}
-            axes.bar(x, y, width, yerr=errors if std else None, **look)
+        if not points:
+            continue
+        x, y, errors = zip(*points, strict=True)
+        # The GPU determines the colour and the method the dash; with one GPU the method both.
+        color = f"C{(gpus.index(gpu) if len(gpus) > 1 else names.index(name)) % 10}"
+        look = {"yerr": errors if std else None, "capsize": 2, "color": color}
+        if are_bars:  # the axis names the method, the legend the GPU
+            axes.bar(x, y, width, label=gpu, **look)
+        else:
+            look |= {"linestyle": _DASHES[names.index(name) % len(_DASHES)], "marker": "."}
+            axes.errorbar(x, y, label=name if len(gpus) == 1 else f"{gpu} {name}", **look)
     if are_bars:
-        rotation = 90 if len(names) > 6 else 0
-        axes.set_xticks(range(len(names)), names, rotation=rotation, fontsize=8)
+        axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 6 else 0, fontsize=8)
         axes.set_xlim(-0.6, len(names) - 0.4)  # also where the only run diverged
     else:
-        axes.set_xscale("log", base=2)
+        axes.set(xscale="log", xlabel="batch size")
         axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
-        axes.xaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel="" if are_bars else "batch size", ylabel=f"{what}, {unit}")
+        axes.minorticks_off()
+    axes.grid(axis="y" if are_bars else "both", alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_ylabel(f"{what}, {unit}")
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)  # room for the marker and cap at the top
-    at = f", batch size {batches[0]}" if are_bars else ""
-    title = f"{_title_of(rows)}: {what}{at}" + ", mean ± standard deviation" * std
-    figure.suptitle(textwrap.fill(title, 90), fontsize=10)
+    title = f"{_title_of(rows)}: {what}" + f", batch size {batches[0]}" * are_bars
+    figure.suptitle(textwrap.fill(title + ", mean ± standard deviation" * std, 90), fontsize=10)
     if are_bars and len(gpus) == 1:
         figure.supxlabel(textwrap.fill(gpus[0], 80), fontsize=8)
     else:
         _add_legend(figure, gpus)
     return figure
-
-
-def _style_of(line: Line, names: Sequence[str], gpus: Sequence[str]) -> dict[str, Any]:
-    """Label and look. The GPU determines the colour and the method the dash; with one GPU the
-    method determines both."""
-    dash = names.index(line.name)
-    number = color = gpus.index(line.gpu) if len(gpus) > 1 else dash
-    if len(gpus) == 1 and line.name in METHODS:  # the same colour in every figure
-        color = METHODS.index(line.name)
-    style = {"color": f"C{color % 10}", "marker": _MARKERS[number % len(_MARKERS)], "markersize": 5}
-    style["linestyle"] = _DASHES[dash % len(_DASHES)]
-    return {"label": line.name if len(gpus) == 1 else f"{line.gpu} {line.name}", **style}
 
 
 def _add_legend(figure: Figure, gpus: Sequence[str]) -> None:
@@ -269,8 +226,7 @@ def _add_legend(figure: Figure, gpus: Sequence[str]) -> None:
     by_label = {textwrap.fill(label, 44): h for label, h in zip(labels, handles, strict=True)}
     longest = max(len(part) for label in by_label for part in label.split("\n"))
     # Each of several GPUs has a column, if there is room for its labels.
-    room = max(1, int(100 / (longest + 9)))
-    columns = min(room, len(by_label), 4 if len(gpus) == 1 else len(gpus))
+    columns = min(max(1, 100 // (longest + 9)), 4 if len(gpus) == 1 else len(gpus))
     look = {"loc": "outside lower center", "frameon": False, "handlelength": 3.6, "fontsize": 8}
     if len(gpus) == 1:
         look |= {"title": textwrap.fill(gpus[0], 80), "title_fontsize": 8}
@@ -278,27 +234,13 @@ def _add_legend(figure: Figure, gpus: Sequence[str]) -> None:
     figure.set_figheight(figure.get_figheight() + 0.2 * (-(-len(by_label) // columns) + 1))
 
 
-_MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "wrn16_4": "WRN-16-4", "mlp": "MLP"}
-_MODELS |= {"resnet18": "ResNet-18", "resnet50": "ResNet-50", "mnist_cnn": "Convolutional network"}
-_DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "imagenet": "ImageNet"}
-_DATA |= {"digits": "handwritten digits"}
-
-
 def _title_of(rows: Sequence[Row]) -> str:
     """The model and its data, or whose figures these are."""
-    model = rows[0]["model"]
-    if rows[0]["experiment"] == "demo":
-        model = "mnist_cnn"
-    name = _MODELS.get(model, model)
-    conditions = [row["conditions"] for row in rows if row["source"] == "measured"]
-    if not conditions:
-        return f"{name}, published figures"
-    data = set()
-    for of in conditions:
-        is_synthetic = of["data"] == "synthetic"
-        kind = of["kind"] if is_synthetic else of["data"]
-        data.add("synthetic " * is_synthetic + _DATA.get(kind, kind))
-    return f"{name} on {data.pop()}" if len(data) == 1 else name
+    data = []
+    for of in (row["conditions"] for row in rows if row["runs"]):
+        data.append(f"synthetic {of['kind']}" if of["data"] == "synthetic" else of["data"])
+    on = f" on {listed(_distinct(data))}" if data else ", published figures"
+    return rows[0]["model"] + on
 
 
 main = functools.partial(run_alone, sys.modules[__name__])

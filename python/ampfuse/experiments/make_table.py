@@ -65,25 +65,21 @@ def _own_rows(args: argparse.Namespace) -> list[Row]:
 def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     """`rows` as a Markdown table of `columns` (default: those of write-ups) that are not empty,
     with an explanation."""
-    columns = columns or _PUBLISHED
     parts = []
-    for name in columns:
-        found = [" ".join(CELLS[name](row).replace("|", "\\|").split()) for row in rows]
-        if any(found) or name == "note":
-            width = max(map(len, (name, *found)))
-            parts.append([text.ljust(width) for text in (name, "-" * width, *found)])
+    for name in columns or _PUBLISHED:
+        cells = [CELLS[name](row) for row in rows]
+        if any(cells) or name == "note":
+            width = max(map(len, (name, *cells)))
+            parts.append([text.ljust(width) for text in (name, "-" * width, *cells)])
     text = "\n".join("| " + " | ".join(line) + " |" for line in zip(*parts, strict=True))
-    own = [row for row in rows if row["runs"]]
-    return text + (_explanation(own) if own else "")
-
-
-def _explanation(own: Sequence[Row]) -> str:
+    if not (own := [row for row in rows if row["runs"]]):
+        return text
     kinds = sorted({row["memory_kind"] for row in own})
     versions = "torch {torch}, ampfuse {ampfuse}"
     versions = sorted({versions.format(**row["conditions"]) for row in own})
     dates = sorted(row["date"][:10] for row in own)
     return (
-        "\n\nMeasured here: time of training, without warm-up and evaluation; memory by "
+        f"{text}\n\nMeasured here: time of training, without warm-up and evaluation; memory by "
         f"{' or '.join(kinds)}, 1 MB being 10^6 bytes; ± is the sample standard deviation of n "
         f"repeats. {'; '.join(versions)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
     )
@@ -91,8 +87,8 @@ def _explanation(own: Sequence[Row]) -> str:
 
 def _note(row: Row) -> str:
     """Why figures are missing, and how a measured row differs from the published ones."""
-    if row["source"] == "published":
-        return row["note"] or ""
+    if not row["runs"]:
+        return row["note"]
     of, notes = row["conditions"], ["re-enactment", row["note"]]
     notes += [f"{of['data']} data"] if of["data"] in ("synthetic", "digits") else []
     notes += ["graph"] if of.get("graph") else []
@@ -106,27 +102,17 @@ def _device(row: Row) -> str:
     return gpu if gpu == device else f"{gpu} ({device})"
 
 
-def _number(value: float, places: int = 6) -> str:
-    """At most so many decimal places, without trailing zeros, such as 80.2 or 3437."""
-    return f"{round(value, places):f}".rstrip("0").rstrip(".")
-
-
-def _shown(name: str, factor: Callable[[Row], float] = lambda row: 1.0) -> Callable[[Row], str]:
-    """A function of a row that returns the cell of column `name`: a word or a number, measured ones
-    with four significant digits; mean and deviation of repeats."""
-
-    def cell(row: Row) -> str:
-        value, std = row.get(name, row.get(f"{name}_mean")), row.get(f"{name}_std")
-        if value is None or isinstance(value, str):
-            return value or ""
-        places = 6
-        if isinstance(value, float) and row["source"] == "measured":
-            value *= factor(row)
-            places = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
-        spread = "" if std is None else f" ± {_number(factor(row) * std, places)}"
-        return _number(value, places) + spread
-
-    return cell
+def _shown(row: Row, name: str, factor: float = 1.0) -> str:
+    """The cell of column `name`: a word or a number, measured ones with four significant digits;
+    mean and deviation of repeats."""
+    value, std = row.get(name, row.get(f"{name}_mean")), row.get(f"{name}_std")
+    if value is None or isinstance(value, str):
+        return value or ""
+    places = 6
+    if isinstance(value, float) and row["runs"]:
+        places = max(0, 3 - math.floor(math.log10(abs(factor * value)))) if value else 0
+    both = [round(factor * one, places) for one in (value, std) if one is not None]
+    return " ± ".join(f"{one:.10g}" for one in both)
 
 
 _NAMES = {
@@ -138,14 +124,14 @@ _NAMES = {
 }
 # What each column has.
 CELLS: dict[str, Callable[[Row], str]] = {
-    "source": lambda row: "published" if row["source"] == "published" else "measured here",
-    "environment": _shown("platform"),
+    "source": lambda row: "measured here" if row["runs"] else "published",
+    "environment": functools.partial(_shown, name="platform"),
     "GPU": _device,
-    **{header: _shown(name) for header, name in _NAMES.items()},
+    **{header: functools.partial(_shown, name=name) for header, name in _NAMES.items()},
     "note": _note,
     # Of measured runs.
-    "step, ms": _shown("time_s", lambda row: 1e3 / row["iterations"]),
-    "skipped": lambda row: _number(statistics.fmean(r["skipped_steps"] for r in row["runs"]), 1),
+    "step, ms": lambda row: _shown(row, "time_s", 1e3 / row["iterations"]),
+    "skipped": lambda row: f"{statistics.fmean(r['skipped_steps'] for r in row['runs']):.4g}",
     "scale": lambda row: f"{row['scale']:,.0f}",
     "outcome": lambda row: row["note"],
 }
@@ -155,12 +141,10 @@ _PUBLISHED = list(CELLS)[:-4]
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write :func:`results.records` of `rows` as CSV."""
     records, text = results.records(rows), io.StringIO()
-    names = list(dict.fromkeys(name for record in records for name in record))
+    names = dict.fromkeys(name for record in records for name in record)
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
-    for record in records:
-        words = {n: " ".join(v.split()) for n, v in record.items() if isinstance(v, str)}
-        writer.writerow(record | words)
+    writer.writerows(records)
     with atomic(path) as file:
         file.write(text.getvalue().encode())
 

@@ -9,7 +9,6 @@ common, and ``runs`` their result files. Diverged runs only count for memory.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import json
 import re
@@ -59,16 +58,16 @@ def frame(rows: Iterable[Row]) -> pandas.DataFrame:
 def published(recipe: str) -> list[Row]:
     """The figures of write-up `recipe` ("e1" to "e5"), as they were published."""
     file = resources.files("ampfuse.experiments") / "published" / f"{recipe}.csv"
-    empty: Row = {**dict.fromkeys(COLUMNS), "gpu": "", "conditions": {}, "runs": []}
-    rows = []
-    for line in csv.DictReader(file.read_text().splitlines()):
-        rows.append(dict(empty))
-        for name, text in line.items():
-            if text:
-                rows[-1][name] = text
-                with contextlib.suppress(ValueError):
-                    rows[-1][name] = json.loads(text)
-    return rows
+    empty = {**dict.fromkeys(COLUMNS), "gpu": "", "note": "", "conditions": {}, "runs": []}
+    lines = csv.DictReader(file.read_text().splitlines())
+    return [{**empty, **{n: _value(text) for n, text in line.items() if text}} for line in lines]
+
+
+def _value(text: str) -> float | str:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def measured(folder: str | Path = "results") -> list[Row]:
@@ -101,7 +100,15 @@ def rows_of(runs: Iterable[Result]) -> list[Row]:
     for run in sorted(runs, key=lambda run: run["finished"]):
         key = repr([*(run[name] for name in _SHARED), sorted(run["conditions"].items())])
         groups.setdefault(key, {})[run["repeat"], run["seed"]] = run
-    return sorted((_row_of([*group.values()]) for group in groups.values()), key=_order)
+    rows = [_row_of([*group.values()]) for group in groups.values()]
+    order = {method: place for place, method in enumerate(METHODS)}
+    return sorted(
+        rows,
+        key=lambda row: (
+            *(row["experiment"], row["model"], row["gpu"], order.get(row["method"], len(order))),
+            *(row["method"], row["batch_size"], row["iterations"], str(row["conditions"])),
+        ),
+    )
 
 
 def _row_of(runs: list[Result]) -> Row:
@@ -123,13 +130,6 @@ def _row_of(runs: list[Result]) -> Row:
         some = f"{len(diverged)} of {len(runs)} " if len(runs) > 1 else ""
         row["note"] = f"{some}diverged in step {diverged[0]['step']}: {diverged[0]['reason']}"
     return row
-
-
-def _order(row: Row) -> tuple[object, ...]:
-    method = row["method"]
-    known = METHODS.index(method) if method in METHODS else len(METHODS)
-    head = (row["experiment"], row["model"], row["gpu"], known, method, row["batch_size"])
-    return (*head, row["iterations"] or 0, str(row["conditions"]))
 
 
 # ---- choosing ------------------------------------------------------------------------------------
@@ -166,12 +166,13 @@ def select(rows: Sequence[Row], **filters: Sequence[Any]) -> list[Row]:
 
 def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
     """Add the flags that choose results to a command."""
+    add = parser.add_argument
     for field, (flag, kind, what) in _FILTERS.items():
         if field != "recipe" or recipe:
             options = {"type": kind, "metavar": field.upper(), "help": f"{what} (default: all)"}
-            parser.add_argument(flag, dest=field, nargs="+", default=[], **options)
-    folder = {"type": Path, "default": Path("results"), "metavar": "DIR"}
-    parser.add_argument("--results", **folder, help="default: %(default)s")
+            add(flag, dest=field, nargs="+", default=[], **options)
+    folder = "default: %(default)s"
+    add("--results", type=Path, default=Path("results"), metavar="DIR", help=folder)
 
 
 def chosen(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:

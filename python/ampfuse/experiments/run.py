@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import io
 import json
@@ -17,6 +16,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ _WARM_UP_STEPS = 2
 _DIVERGED = 3  # exit status; the others are in status_of()
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Diverged(Exception):
     """The loss is no longer finite since step `step` (from 1)."""
 
@@ -50,12 +50,12 @@ class Diverged(Exception):
     reason: str
 
 
-@dataclasses.dataclass
+@dataclass
 class Place:
     """The device and the files of all runs of a command."""
 
     device: torch.device
-    world: World = dataclasses.field(default_factory=World)
+    world: World = field(default_factory=World)
     folder: Path | None = None
     label: str = ""  # name of the device in results
     checkpoints: bool = False  # save one at the end of each epoch
@@ -64,20 +64,16 @@ class Place:
     saved: Path | None = None  # the last checkpoint
 
 
-@dataclasses.dataclass
+@dataclass
 class Record:
     """The measurements so far, as plain data, so that checkpoints can contain them."""
 
-    step_ms: list[float] = dataclasses.field(default_factory=list)
-    losses: list[float] = dataclasses.field(default_factory=list)  # of every step
+    step_ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of every step
     skipped_steps: int = 0
     memory_bytes: int = 0
-    intervals: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-
-    @property
-    def time_s(self) -> float:
-        return sum(self.step_ms) / 1e3
+    intervals: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Run:
@@ -110,9 +106,9 @@ class Run:
 
     def build(self) -> Variant:
         """A new network with an optimizer, in the precision of the run's variant."""
-        of, data = self.settings, self.data
+        of = self.settings
         distributed.check(of, self.world, self.device)
-        sizes = {name: getattr(data, name) for name in ("classes", "channels", "image_size")}
+        sizes = {name: getattr(self.data, name) for name in ("classes", "channels", "image_size")}
         try:
             model = models.build(of.model, dropout=of.dropout, **sizes)
         except ValueError as error:
@@ -139,49 +135,45 @@ class Run:
         self.variant = variant = self._start()
         of = self.settings
         title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
-        hidden = None if self.world.is_main else True  # None: hidden unless in a terminal
+        hidden = True if self.world.rank else None  # None: hidden unless in a terminal
         bar = tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
         with bar as self._bar, self._profile():
             self._clock.resume()
             while self.step < self.total:
-                epoch, start = divmod(self.step, self.data.batches_per_epoch)
-                left = self.total - self.step
-                for inputs, targets in islice(self.data.train_batches(epoch, start), left):
-                    variant.set_lr(self._lr(self.step))
+                batches = self.data.train_batches(*divmod(self.step, self.data.batches_per_epoch))
+                for inputs, targets in islice(batches, self.total - self.step):
+                    self._lr = of.lr * lr_factor(of.schedule, self.step, self.total, of.warmup)
+                    variant.set_lr(self._lr)
                     self._note(*variant.step(inputs, targets))  # nothing here waits for the device
                 self._end_epoch()
 
     def _start(self) -> Variant:
         """The variant to train, in the state of the checkpoint. The first of two models warms up:
         libraries choose and compile kernels in its steps, which are not timed."""
-        world, measure = self.world, self.place.measure_tensors
+        measure = tensor_memory if self.place.measure_tensors else contextlib.nullcontext
         self.memory.release()
         torch.manual_seed(self.seed)
-        with tensor_memory(self.device) if measure else contextlib.nullcontext() as tensors:
+        with measure(self.device) as tensors:
             warm_up = self.build()
             for batch in islice(self.data.train_batches(0), _WARM_UP_STEPS):
                 warm_up._step(*batch)
         del warm_up
-        self._tensors = tensors and int(tensors.mib * 2**20)
+        self._tensors = int(tensors.mib * 2**20) if self.place.measure_tensors else None
         self.memory.start()
         torch.manual_seed(self.seed)  # every variant starts from the same weights
         variant = self.build()
-        if world.size > 1:  # from here on, each process draws its own random numbers
-            torch.manual_seed(self.seed + 1000 * world.rank)
+        if self.world.size > 1:  # from here on, each process draws its own random numbers
+            torch.manual_seed(self.seed + 1000 * self.world.rank)
         if self.resume:
-            _restore(variant, self.resume, world.rank)
+            _restore(variant, self.resume, self.world.rank)
         return variant
 
     def _profile(self) -> contextlib.AbstractContextManager[Any]:
-        if not (self.place.profile and self.stem and self.world.is_main):
+        if not (self.place.profile and self.stem and self.world.rank == 0):
             return contextlib.nullcontext()
         self.stem.parent.mkdir(parents=True, exist_ok=True)
         trace = f"{self.stem}.trace.json"
         return torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(trace))
-
-    def _lr(self, step: int) -> float:
-        of = self.settings
-        return of.lr * lr_factor(of.schedule, step, self.total, of.warmup)
 
     def _note(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
         """A step has ended. The tensors are overwritten by the next step if it is a graph."""
@@ -205,8 +197,8 @@ class Run:
             accuracy = right / images if self.data.classes else None
             test = {"loss": loss / images, "accuracy": accuracy}
             record.memory_bytes = max(record.memory_bytes, self._memory())
-            record.evaluations.append({"step": self.step, "time_s": record.time_s, **test})
-            self._bar.set_postfix({"test accuracy": accuracy})
+            time_s = sum(record.step_ms) / 1e3
+            record.evaluations.append({"step": self.step, "time_s": time_s, **test})
             if not math.isfinite(test["loss"]):
                 raise Diverged(self.step, f"the test loss became {test['loss']}")
         if self.place.checkpoints:
@@ -224,11 +216,12 @@ class Run:
         record.losses += losses
         record.skipped_steps += int(sum(skipped))
         record.memory_bytes = max(record.memory_bytes, self._memory())
-        line = {"step": self.step, "time_s": record.time_s, "loss": mean_of_finite(losses)}
-        line |= {"lr": self._lr(self.step - 1), "loss_scale": scales[-1]}
-        line["overflow_steps"] = [first + i for i, skip in enumerate(skipped) if skip]
-        record.intervals.append(line)
-        self._bar.set_postfix(loss=line["loss"])
+        loss, time_s = mean_of_finite(losses), sum(record.step_ms) / 1e3
+        interval = {"step": self.step, "time_s": time_s, "loss": loss}
+        interval |= {"lr": self._lr, "loss_scale": scales[-1]}
+        interval["overflow_steps"] = [first + i for i, skip in enumerate(skipped) if skip]
+        record.intervals.append(interval)
+        self._bar.set_postfix(loss=loss)
         self._check(scales, skipped)
 
     def _memory(self) -> int:
@@ -256,28 +249,25 @@ class Run:
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
         values = {
             "format": FORMAT,
-            "settings": dataclasses.asdict(self.settings),
+            "settings": asdict(self.settings),
             "step": self.step,
             "model": model,
             "optimizer": optimizer,
             "scaler": self.variant.scaler.state_dict(),
             "rng": self.world.gather(rng),
-            "record": dataclasses.asdict(self.record),
+            "record": asdict(self.record),
         }
-        if self.stem and self.world.is_main:
+        if self.stem and self.world.rank == 0:
             with atomic(path := Path(f"{self.stem}.pt")) as file:
                 torch.save(values, file)
             self.place.saved = path
 
     def result(self, diverged: Diverged | None = None) -> Result:
         """What a result file holds: JSON, with None in place of NaN and infinity."""
-        of, record = self.settings, self.record
-        times, images = record.step_ms, of.batch_size * self.world.size
-        mean = statistics.fmean(times) if times else None
-        step_ms = {"images_per_s": mean, "images_per_s_min": max(times, default=None)}
-        step_ms["images_per_s_max"] = min(times, default=None)
+        record, settings = self.record, asdict(self.settings)
+        times, images = record.step_ms or [math.nan], settings["batch_size"] * self.world.size
+        mean_ms = statistics.fmean(times)
         test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
-        settings = dataclasses.asdict(of)
         result = {
             "format": FORMAT,
             **{name: settings[name] for name in _IN_RESULT},
@@ -285,17 +275,19 @@ class Run:
             "seed": self.seed,
             "iterations": self.total,  # the intended length if the run diverged
             "epochs": self.total / self.data.batches_per_epoch,
-            "time_s": mean and mean * self.total / 1e3,
+            "time_s": mean_ms * self.total / 1e3,
             "memory_mb": record.memory_bytes / 1e6,
             "memory_kind": self.memory.kind if self._tensors is None else "tensors",
             "accuracy_pct": test["accuracy"] and 100 * test["accuracy"],
             "test_loss": test["loss"],
-            **{name: ms and images / ms * 1e3 for name, ms in step_ms.items()},
+            "images_per_s": 1e3 * images / mean_ms,
+            "images_per_s_min": 1e3 * images / max(times),
+            "images_per_s_max": 1e3 * images / min(times),
             "loss_last": record.losses[-1] if record.losses else None,
             "loss_mean": mean_of_finite(record.losses),
             "loss_scale": self.variant.loss_scale(),
             "skipped_steps": record.skipped_steps,
-            "diverged": diverged and {**vars(diverged), "suggestion": suggestion(of)},
+            "diverged": diverged and {**vars(diverged), "suggestion": suggestion(self.settings)},
             "conditions": {  # what repeats have in common, except the fields above
                 **{name: settings[name] for name in settings if name not in _NO_CONDITION},
                 **self.data.describe(),
@@ -367,16 +359,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return {**values, "name": path.stem}
 
 
-def position(runs: Sequence[Settings], resume: dict[str, Any] | None, world: World) -> int:
+def position(runs: Sequence[Settings], resume: dict[str, Any], world: World) -> int:
     """Which of the `runs` the checkpoint continues (the run may be longer now); those before it are
     done."""
-    if resume is None:
-        return 0
     free = {"epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"}
     then = {**resume["settings"], "processes": len(resume["rng"])}
     differences = []
     for run in runs:
-        now = {**dataclasses.asdict(run), "processes": world.size}
+        now = {**asdict(run), "processes": world.size}
         names = [name for name in then if name not in free and then[name] != now[name]]
         differences.append([f"{n} was {then[n]!r}, is now {now[n]!r}" for n in names])
     nearest = min(differences, key=len)
@@ -425,16 +415,16 @@ def _sweep(script: Script, args: argparse.Namespace, argv: Sequence[str]) -> int
     by_rank = world.size > 1 and args.device in ("auto", "cuda") and torch.cuda.is_available()
     device = choose_device(f"cuda:{world.local_rank}" if by_rank else args.device)
     resume = load_checkpoint(args.resume) if args.resume else None
-    todo, note = runs_of(args, script, device)
+    todo = runs_of(args, script, device)
     own = args.data or args.folder
     if own and own not in MADE_UP and not (args.download or Path(own).expanduser().is_dir()):
         raise UsageError(f"--data {own}: no such folder (--download creates it)")
     label = file_name(args.GPU or device_name(device))
     place = Place(device, world, args.output / label, label, bool(args.checkpoints), args.prof > 0)
     check_writable("--output", place.folder)
-    todo = todo[position(todo, resume, world) :]
-    say = print if world.is_main else lambda text: None
-    say("\n".join(filter(None, [heading(script, todo, device, world.size), note])))
+    todo = todo[position(todo, resume, world) :] if resume else todo
+    say = (lambda text: None) if world.rank else print
+    say(heading(script, todo, device, world.size))
     results: list[Result] = []
     try:
         with world.connected(device):
@@ -470,7 +460,7 @@ def train_all(
         except Diverged as error:
             diverged = error
         result, resume = run.result(diverged), None
-        if place.folder and place.world.is_main:
+        if place.folder and place.world.rank == 0:
             with atomic(place.folder / f"{name}.json") as file:
                 file.write(json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
         yield result
@@ -482,10 +472,12 @@ def heading(script: Script, todo: Sequence[Settings], device: torch.device, proc
     where = device_name(device) + f", {processes} processes" * (processes > 1)
     batches = listed(dict.fromkeys(of.batch_size for of in todo))
     methods = listed(dict.fromkeys(of.method for of in todo))
-    return (
+    text = (
         f"{script.title}\n{first.model} on {first.data}, batch {batches}, {length}, "
         f"{first.optimizer} at {first.lr:g}; {methods}.\nOn {where}, torch {torch.__version__}."
     )
+    small = "\nNo GPU: using sizes that suit a CPU; flags override them."
+    return text + small if device.type == "cpu" else text
 
 
 def line(result: Result, repeats: int = 1) -> str:

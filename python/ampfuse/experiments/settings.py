@@ -46,7 +46,6 @@ def scale(text: str) -> float | str:
     return text if text == "dynamic" else positive(text)
 
 
-_LOADERS = ("resident", "workers")
 _COUNT: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
 _ON: dict[str, Any] = {"action": "store_const", "const": True}  # None if not given
 _SWITCH: dict[str, Any] = {"nargs": "?", "const": True, "type": switch, "metavar": "True|False"}
@@ -97,7 +96,7 @@ class Settings:
     seed: int = option(0, "seed of the first repeat (default: 0)", type=int, metavar="N")
     optimizer: str = option("sgd", choices=("sgd", "adam", "adamw"))
     lr: float = option(0.01, type=positive, metavar="X")
-    loader: str = option("resident", "images on the device, or from workers", choices=_LOADERS)
+    loader: str = option("resident", "where images come from", choices=("resident", "workers"))
     workers: int = option(2, "loader processes", "-j", type=at_least(0), metavar="N")
     channels_last: bool = option(True, "NHWC memory format (default: on)", **_SWITCH)
     cudnn_benchmark: bool = option(True, "let cuDNN time algorithms (default: on)", **_SWITCH)
@@ -110,8 +109,6 @@ class Settings:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
-_DISTRIBUTED = ("sync_bn", "fsdp")
-_LENGTH = {"epochs", "iterations"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +123,7 @@ class Recipe:
     title: str
     models: tuple[str, ...]
     settings: Mapping[str, Any] | Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
-    cpu: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    cpu: Mapping[str, Any]
     ours: str = ""
 
 
@@ -151,9 +148,8 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     for recipe in script.recipes:
         text += f"  {recipe.name}  {recipe.title}\n      models: {', '.join(recipe.models)}\n"
         text += f"      not published, chosen here: {recipe.ours}\n" if recipe.ours else ""
-    text += "\nVariants:" + "".join(
-        f"\n  {variant:<9} {what}" for variant, what in VARIANTS.items()
-    )
+    text += "\nVariants:\n"
+    text += "\n".join(f"  {variant:<9} {what}" for variant, what in VARIANTS.items())
     look = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog=prog, description=text, formatter_class=look, allow_abbrev=False)
     add = parser.add_argument_group("what to train").add_argument
@@ -179,37 +175,42 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     add("--checkpoints", **_ON, help="save one at the end of each epoch")
     add("--prof", type=int, default=0, metavar="N", help="profile N steps and write a trace")
     add = parser.add_argument_group("how to train, the same for every arm").add_argument
-    hidden = argparse.SUPPRESS
     for name, field in FIELDS.items():
-        if field.metadata and (script.distributed or name not in _DISTRIBUTED):
+        if field.metadata and (script.distributed or name not in ("sync_bn", "fsdp")):
             flag, kind = name.replace("_", "-"), dict(field.metadata)
             add(f"--{flag}", *kind.pop("names"), **kind)
             if kind.get("type") is switch:
-                add(f"--no-{flag}", dest=name, action="store_false", default=None, help=hidden)
+                off = {"action": "store_false", "default": None, "help": argparse.SUPPRESS}
+                add(f"--no-{flag}", dest=name, **off)
     words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
-    return parser.parse_intermixed_args(words)
+    args = parser.parse_intermixed_args(words)
+    others = ["mode", "fp16", *["opt_level"] * (args.mode != "amp")]  # --mode amp --opt-level O2
+    for what, names in (
+        ("the data", ["data", "folder"]),
+        ("the length", ["epochs", "iterations"]),
+        ("the loss scale", ["loss_scale", "static_loss_scale"]),
+        ("the arm", ["arm", *others]),
+    ):
+        if len(given := [name for name in names if getattr(args, name)]) > 1:
+            flags = " and ".join(f"--{name}" for name in given).replace("_", "-")
+            parser.error(f"{flags.replace('--folder', 'DATA')} both set {what}; give only one")
+    return args
 
 
 # ---- the runs ------------------------------------------------------------------------------------
 
 
-def runs_of(
-    args: argparse.Namespace, script: Script, device: torch.device
-) -> tuple[list[Settings], str]:
-    """The runs that `args` ask for, in order, and a note on sizes that a CPU changed."""
-    variants, method, loss_scale = _precision(args, device)
+def runs_of(args: argparse.Namespace, script: Script, device: torch.device) -> list[Settings]:
+    """The runs that `args` ask for, in order."""
     if args.graph and device.type != "cuda":
         raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
-    if args.epochs and args.iterations:
-        raise UsageError("--epochs and --iterations both set the length; give only one")
-    if args.data and args.folder:
-        raise UsageError(f"--data {args.data} and {args.folder}: give only one data folder")
     if not (data := args.data or args.folder or script.data):
         raise UsageError("--data is required: a folder, digits or synthetic")
     # The given recipe, or that of the model, or the script's first.
     recipes = [recipe for recipe in script.recipes if args.recipe in (None, recipe.name)]
     recipe = next((recipe for recipe in recipes if args.model in recipe.models), recipes[0])
     model = args.model or recipe.models[0]
+    variants, method, loss_scale = _precision(args, device)
     flags = {n: v for n, v in vars(args).items() if n in FIELDS and v is not None}
     flags |= {"data": data, "experiment": script.name, "model": model, "loss_scale": loss_scale}
     flags["recipe"] = recipe.name if model in recipe.models else None
@@ -222,23 +223,13 @@ def runs_of(
         # Variants take turns, so that other load of the machine affects all of them alike.
         repeats = range(of_size[0].repeats)
         runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
-    small = {n: v for n, v in recipe.cpu.items() if n != "repeats" and getattr(runs[0], n) == v}
-    if device.type != "cpu" or not small:
-        return runs, ""
-    sizes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in small.items())
-    return runs, f"No GPU: using sizes that suit a CPU ({sizes}); flags override them."
+    return runs
 
 
 def _precision(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[list[str], str | None, float | str | None]:
     """Variants, method and loss scale, from our flags or those of the published scripts."""
-    scales = {"--loss-scale": args.loss_scale, "--static-loss-scale": args.static_loss_scale}
-    ways = {"--arm": args.arm, "--mode": args.mode, "--fp16": args.fp16}
-    ways["--opt-level"] = args.opt_level if args.mode != "amp" else None
-    for options, what in ((scales, "the loss scale"), (ways, "the arm")):
-        if len(named := [name for name, value in options.items() if value]) > 1:
-            raise UsageError(f"{' and '.join(named)} both set {what}; give only one")
     loss_scale = args.loss_scale or args.static_loss_scale
     if args.mode:
         variant = args.opt_level or _MODES[args.mode]
@@ -267,19 +258,17 @@ def _resolved(recipe: Recipe, flags: Mapping[str, Any], device: torch.device) ->
     cpu = {"print_freq": 5, **recipe.cpu} if device.type == "cpu" else {}
     settings: dict[str, Any] = {}
     for layer in (published, cpu, flags):
-        if _LENGTH & layer.keys():  # replaces any other length
-            settings = {n: v for n, v in settings.items() if n not in _LENGTH}
+        if layer.keys() & {"epochs", "iterations"}:  # replaces any other length
+            settings |= {"epochs": None, "iterations": None}
         settings |= layer
-    if "loader" not in flags and made_up:
-        settings["loader"] = "resident"
-    elif "loader" not in flags and flags.get("workers"):
-        settings["loader"] = "workers"
+    if "loader" not in flags and (made_up or flags.get("workers")):
+        settings["loader"] = "resident" if made_up else "workers"
     if "workers" in settings and "workers" not in flags:  # more workers than cores are slower
         settings["workers"] = min(settings["workers"], hardware.core_count())
     if settings.get("deterministic"):
         settings["cudnn_benchmark"] = False
     # Noise for a few steps is enough.
-    settings.setdefault("synthetic_size", max(2048, 4 * settings.get("batch_size", 128)))
+    settings.setdefault("synthetic_size", max(2048, 4 * settings["batch_size"]))
     if variant not in ("amp-fp16", *LEVELS[1:]):
         settings["loss_scale"] = None
     if variant not in HALF_LEVELS:

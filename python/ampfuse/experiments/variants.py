@@ -20,6 +20,7 @@ from ampfuse.graphs import GraphedCall
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _HALVES = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
+_OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 def build_variant(
@@ -32,8 +33,7 @@ def build_variant(
     torch.backends.cudnn.conv.fp32_precision = precision
     # torch's FP16 kernels take a hundred times as long; a level enables ours itself.
     half_ops.use(device.type == "cpu" and settings.arm == "amp-fp16")
-    kind = _Level if settings.arm in LEVELS else Variant
-    return kind(settings, model, loss_of, device)
+    return (_Level if settings.arm in LEVELS else Variant)(settings, model, loss_of, device)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -68,15 +68,14 @@ class Variant:
         lr = torch.tensor(of.lr, device=device) if of.graph else of.lr
         options: dict[str, Any] = {"lr": lr, "weight_decay": of.weight_decay, "fused": fused}
         options |= {"momentum": of.momentum} if of.optimizer == "sgd" else {"capturable": of.graph}
-        kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-        self.optimizer: Any = kinds[of.optimizer](model.parameters(), **options)
+        self.optimizer: Any = _OPTIMIZERS[of.optimizer](model.parameters(), **options)
         self.step = GraphedCall(self._step) if of.graph else self._step
+        self._half = _HALVES.get(of.arm)
         self._set_up()
 
     def _set_up(self) -> None:
         """Convert model and optimizer to the precision."""
         settings = self.settings
-        self._half = _HALVES.get(settings.arm)
         static = settings.loss_scale if isinstance(settings.loss_scale, float) else None
         self.scaler = torch.amp.GradScaler(
             self.device.type,
@@ -101,16 +100,15 @@ class Variant:
 
     def _step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.optimizer.zero_grad()
-        with self.forward():
+        with self.autocast():
             loss = self.loss_of(self.model(inputs), targets)
         scale, skipped = self._backward_and_step(loss)
         return loss.detach().float(), scale, skipped
 
-    def forward(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context for the model's call and the loss."""
-        if self._half is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self._half)
+        autocast = torch.autocast(self.device.type, self._half)
+        return autocast if self._half else contextlib.nullcontext()
 
     def _backward_and_step(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Returns loss scale and skipped."""
@@ -123,11 +121,9 @@ class Variant:
         if not scaler.is_enabled():
             return self._one, self._zero
         # Public alternatives (get_scale, the overflow flags) make the host wait.
-        scale = scaler._get_scale_async()
-        assert scale is not None
-        used = scale.clone()
+        used = scaler._get_scale_async().clone()
         scaler.update()
-        return used, (scale < used).float()
+        return used, (scaler._get_scale_async() < used).float()
 
     def test(self, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
         """Sum of the losses, correct answers and number of images of `batches`, in evaluation
@@ -135,7 +131,7 @@ class Variant:
         loss, right = torch.zeros(2, dtype=torch.float64, device=self.device)
         images = 0
         self.model.eval()
-        with torch.no_grad(), self.forward():
+        with torch.no_grad(), self.autocast():
             for inputs, targets in batches:
                 outputs = self.bare_model(inputs)
                 loss += self.loss_of(outputs, targets).double() * len(targets)
@@ -153,15 +149,14 @@ class Variant:
 class _Level(Variant):
     """ampfuse: ``amp.initialize`` at O0 to O5."""
 
-    _half = None
-
     def _set_up(self) -> None:
-        settings, model = self.settings, self.model
         names = ("keep_batchnorm_fp32", "loss_scale", "growth_interval")
-        options = {name: getattr(settings, name) for name in names}
-        norms = any(isinstance(module, _BatchNorm) for module in model.modules())
-        options |= {"opt_level": settings.arm, "verbosity": 0, "fuse": settings.fuse and norms}
-        self.model, self.optimizer = amp.initialize(model, self.optimizer, **options)
+        options = {name: getattr(self.settings, name) for name in names}
+        norms = any(isinstance(module, _BatchNorm) for module in self.model.modules())
+        options |= {"opt_level": self.settings.arm, "fuse": self.settings.fuse and norms}
+        self.model, self.optimizer = amp.initialize(
+            self.model, self.optimizer, verbosity=0, **options
+        )
         session = self.optimizer._amp_session
         policy, self.scaler = session.policy, session.loss_scalers[0]
         self._scales = policy.model_is_low_precision or policy.loss_scale != 1.0
