@@ -26,6 +26,7 @@ from ampfuse.experiments.results import EXPERIMENTS, Row, file_name, listed
 from ampfuse.files import atomic
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -163,11 +164,11 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     from matplotlib.figure import Figure
 
     column, what, unit = _KINDS[kind]
-    mean, rows = f"{column}_mean", [row for row in rows if row["batch_size"]]
-    batches = sorted({row["batch_size"] for row in rows if row[mean]})
+    rows = [row for row in rows if row["batch_size"]]
+    batches = sorted({row["batch_size"] for row in rows if row[f"{column}_mean"]})
     if not batches:
         return None
-    found = lines([row for row in rows if row[mean] or row["diverged"]])
+    found = lines([row for row in rows if row[f"{column}_mean"] or row["diverged"]])
     gpus, names = (_distinct(part) for part in zip(*found, strict=True))
     lengths = _distinct(map(_length, found.values()))
     if kind == "time" and len(lengths) == 1:
@@ -176,30 +177,8 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
         what = "memory of the process"
     figure = Figure(figsize=(7.0, 3.8), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
     are_bars = len(batches) == 1
-    width = 0.8 / len(gpus)  # bars of one method stand next to each other
-    for (gpu, name), members in found.items():
-        at = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4
-        points = []
-        for row in members:
-            place = at if are_bars else row["batch_size"]
-            if row[mean]:
-                points.append((place, row[mean], row[f"{column}_std"] or 0.0))
-            else:
-                text = f"  {row['method']} diverged"
-                axes.text(place, 0, text, rotation=90, va="bottom", fontsize=6.5)
-        if not points:
-            continue
-        x, y, errors = zip(*points, strict=True)
-        # The GPU determines the colour and the method the dash; with one GPU the method both.
-        color = f"C{(gpus.index(gpu) if len(gpus) > 1 else names.index(name)) % 10}"
-        look = {"yerr": errors if std else None, "capsize": 2, "color": color}
-        if are_bars:  # the axis names the method, the legend the GPU
-            axes.bar(x, y, width, label=gpu, **look)
-        else:
-            look |= {"linestyle": _DASHES[names.index(name) % len(_DASHES)], "marker": "."}
-            axes.errorbar(x, y, label=name if len(gpus) == 1 else f"{gpu} {name}", **look)
+    _draw(axes, found, column, are_bars=are_bars, std=std)
     if are_bars:
         axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 6 else 0, fontsize=8)
         axes.set_xlim(-0.6, len(names) - 0.4)  # also where the only run diverged
@@ -207,6 +186,7 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
         axes.set(xscale="log", xlabel="batch size")
         axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
         axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y" if are_bars else "both", alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set_ylabel(f"{what}, {unit}")
@@ -218,6 +198,33 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     else:
         _add_legend(figure, gpus)
     return figure
+
+
+def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -> None:
+    """The GPU determines the colour and the method the dash; with one GPU the method both. Bars of
+    one method stand next to each other."""
+    gpus, names = (_distinct(part) for part in zip(*found, strict=True))
+    width = 0.8 / len(gpus)
+    for (gpu, name), members in found.items():
+        at = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4
+        points = []
+        for row in members:
+            place = at if are_bars else row["batch_size"]
+            if row[f"{column}_mean"]:
+                points.append((place, row[f"{column}_mean"], row[f"{column}_std"] or 0.0))
+            else:
+                text = f"  {row['method']} diverged"
+                axes.text(place, 0, text, rotation=90, va="bottom", fontsize=6.5)
+        if not points:
+            continue
+        x, y, errors = zip(*points, strict=True)
+        color = f"C{(gpus.index(gpu) if len(gpus) > 1 else names.index(name)) % 10}"
+        look = {"yerr": errors if std else None, "capsize": 2, "color": color}
+        if are_bars:  # the axis names the method, the legend the GPU
+            axes.bar(x, y, width, label=gpu, **look)
+        else:
+            look |= {"linestyle": _DASHES[names.index(name) % len(_DASHES)], "marker": "."}
+            axes.errorbar(x, y, label=name if len(gpus) == 1 else f"{gpu} {name}", **look)
 
 
 def _add_legend(figure: Figure, gpus: Sequence[str]) -> None:
