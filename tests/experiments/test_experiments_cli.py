@@ -58,9 +58,8 @@ LINES = {
     # With and without a value.
     "imagenet --opt-level O2 --channels-last True DIR": {"channels_last": True, "data": "DIR"},
     "imagenet DIR --arm O2 --channels-last": {"channels_last": True, "data": "DIR"},
-    "imagenet DIR --arm O2 --channels-last False": {"channels_last": False, "data": "DIR"},
-    "imagenet DIR --arm O2 --no-channels-last": {"channels_last": False, "data": "DIR"},
-    "imagenet DIR --arm O2": {"channels_last": True, "data": "DIR"},
+    "imagenet DIR --arm O2 --channels-last False": {"channels_last": False},
+    "imagenet DIR --arm O2 --no-channels-last": {"channels_last": False},
     "imagenet DIR --arm O2 --loss-scale dynamic": {"loss_scale": "dynamic"},
     # Published by model and level.
     "cifar --recipe e3 --model densenet161 --arm O0": {"batch_size": 512, "epochs": 25},

@@ -49,7 +49,7 @@ def drawn_lines(axes: Axes) -> dict[str, tuple[list[float], list[float], list[fl
 
 def legend_of(figure: Figure) -> list[str]:
     (legend,) = figure.legends
-    return [text.get_text() for text in legend.get_texts()]
+    return [" ".join(text.get_text().split()) for text in legend.get_texts()]
 
 
 def test_repeats_become_mean_and_sample_deviation(folder):
@@ -265,7 +265,7 @@ def test_one_gpu_is_named_once(folder):
     add_e1(folder, gpus=(CPU,))
     figure = make_plot.against_batch(rows_of(folder), "time")
     assert legend_of(figure) == list(E1_METHODS)
-    assert figure.legends[0].get_title().get_text() == CPU
+    assert " ".join(figure.legends[0].get_title().get_text().split()) == CPU
 
 
 def test_different_conditions_make_different_lines(folder):

@@ -254,7 +254,6 @@ def test_when_a_run_has_diverged(losses, scale, skipped, said, step):
 @pytest.mark.parametrize(
     ("variant", "scale", "said"),
     [
-        ("O3", 128.0, "try O3 with --keep-batchnorm-fp32 True --loss-scale 128, or O2"),
         ("O2", 128.0, "try --loss-scale dynamic"),
         ("O2", None, "or BF16"),
         ("fp32", None, "try a lower --lr"),
@@ -323,15 +322,9 @@ def test_captured_steps_train_like_eager_ones(variant, optimizer, monkeypatch):
     if variant == "tf32" and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no TF32")
     of_mnist = Settings(
-        experiment="mnist",
-        **{"model": "mnist_cnn", "image_size": 28, "synthetic_size": 256, "batch_size": 32},
-        **{
-            "arm": variant,
-            "optimizer": optimizer,
-            "lr": 1e-3,
-            "schedule": "linear",
-            "iterations": 20,
-        },
+        **{"experiment": "mnist", "model": "mnist_cnn", "arm": variant, "optimizer": optimizer},
+        **{"image_size": 28, "synthetic_size": 256, "batch_size": 32},
+        **{"lr": 1e-3, "schedule": "linear", "iterations": 20},
         **{"evaluate": False, "print_freq": 6, "cudnn_benchmark": False, "deterministic": True},
     )
     device, runs = torch.device("cuda", 0), []

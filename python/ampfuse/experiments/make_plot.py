@@ -175,7 +175,7 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
         what += f" of {lengths[0]}"
     if kind == "memory" and {row["memory_kind"] for row in rows} == {"process RSS"}:
         what = "memory of the process"
-    figure = Figure(figsize=(7.0, 3.8), layout="constrained")  # inches: a notebook's column
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
     are_bars = len(batches) == 1
     _draw(axes, found, column, are_bars=are_bars, std=std)
@@ -195,8 +195,13 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     figure.suptitle(textwrap.fill(title + ", mean ± standard deviation" * std, 90), fontsize=10)
     if are_bars and len(gpus) == 1:
         figure.supxlabel(textwrap.fill(gpus[0], 80), fontsize=8)
-    else:
-        _add_legend(figure, gpus)
+    else:  # one GPU is the title of the legend
+        by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        look = {"loc": "outside right center", "frameon": False, "handlelength": 3.6, "fontsize": 7}
+        if len(gpus) == 1:
+            look |= {"title": textwrap.fill(gpus[0], 28), "title_fontsize": 7}
+        labels = [textwrap.fill(label, 28) for label in by_label]
+        figure.legend(by_label.values(), labels, **look)
     return figure
 
 
@@ -225,20 +230,6 @@ def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -
         else:
             look |= {"linestyle": _DASHES[names.index(name) % len(_DASHES)], "marker": "."}
             axes.errorbar(x, y, label=name if len(gpus) == 1 else f"{gpu} {name}", **look)
-
-
-def _add_legend(figure: Figure, gpus: Sequence[str]) -> None:
-    """Below the axes, where it hides nothing. A single GPU is its title."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    by_label = {textwrap.fill(label, 44): h for label, h in zip(labels, handles, strict=True)}
-    longest = max(len(part) for label in by_label for part in label.split("\n"))
-    # Each of several GPUs has a column, if there is room for its labels.
-    columns = min(max(1, 100 // (longest + 9)), 4 if len(gpus) == 1 else len(gpus))
-    look = {"loc": "outside lower center", "frameon": False, "handlelength": 3.6, "fontsize": 8}
-    if len(gpus) == 1:
-        look |= {"title": textwrap.fill(gpus[0], 80), "title_fontsize": 8}
-    figure.legend(by_label.values(), by_label.keys(), ncols=columns, **look)
-    figure.set_figheight(figure.get_figheight() + 0.2 * (-(-len(by_label) // columns) + 1))
 
 
 def _title_of(rows: Sequence[Row]) -> str:
