@@ -120,7 +120,7 @@ def test_an_unreadable_file_is_named(folder):
         "\x00\x01",
     ):
         good.with_name("bad.json").write_text(bad)
-        with pytest.raises(UsageError, match="bad.json is damaged or not a result file") as error:
+        with pytest.raises(UsageError, match=r"bad\.json is damaged or not a result file") as error:
             rows_of(folder)
         assert "\n" not in str(error.value)
 
