@@ -476,7 +476,7 @@ def heading(script: Script, todo: Sequence[Settings], device: torch.device, proc
         f"{script.title}\n{first.model} on {first.data}, batch {batches}, {length}, "
         f"{first.optimizer} at {first.lr:g}; {methods}.\nOn {where}, torch {torch.__version__}."
     )
-    small = "\nNo GPU: using sizes that suit a CPU; flags override them."
+    small = "\nNo GPU: sizes are those for a CPU, unless flags set them."
     return text + small if device.type == "cpu" else text
 
 

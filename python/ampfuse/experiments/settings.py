@@ -96,7 +96,7 @@ class Settings:
     seed: int = option(0, "seed of the first repeat (default: 0)", type=int, metavar="N")
     optimizer: str = option("sgd", choices=("sgd", "adam", "adamw"))
     lr: float = option(0.01, type=positive, metavar="X")
-    loader: str = option("resident", "where images come from", choices=("resident", "workers"))
+    loader: str = option("resident", "on the device or by workers", choices=("resident", "workers"))
     workers: int = option(2, "loader processes", "-j", type=at_least(0), metavar="N")
     channels_last: bool = option(True, "NHWC memory format (default: on)", **_SWITCH)
     cudnn_benchmark: bool = option(True, "let cuDNN time algorithms (default: on)", **_SWITCH)
