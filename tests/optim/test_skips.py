@@ -153,8 +153,9 @@ def test_bad_batches_leave_no_trace(name, mode, device):
 BAD_BATCHES = {130: math.nan, 210: 1e4, 290: math.nan, 350: 1e4}
 
 
-def losses_on_digits(kind, seed, bad, **options):
-    """The loss after a training, its mean over the last steps, and the optimizer."""
+def loss_on_digits(kind, seed, bad, **options):
+    """The loss after a training, its mean over the last steps, and the optimizer. Batches of factor
+    None are left out."""
     from sklearn.datasets import load_digits
 
     torch.manual_seed(seed)
@@ -168,6 +169,8 @@ def losses_on_digits(kind, seed, bad, **options):
     found = []
     for i in range(400):
         chosen = torch.randint(len(inputs), (64,))
+        if bad.get(i, 1.0) is None:
+            continue
         loss = nn.functional.cross_entropy(model(inputs[chosen]), targets[chosen])
         optimizer.zero_grad()
         (loss * bad.get(i, 1.0)).backward()
@@ -179,18 +182,17 @@ def losses_on_digits(kind, seed, bad, **options):
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Muon"])
-def test_a_training_with_bad_batches_learns_as_a_clean_one(kind):
-    clean = [losses_on_digits(kind, seed, {})[0] for seed in range(3)]
-    bound = max(clean) + max(clean) - min(clean)
+def test_a_training_with_bad_batches_learns_as_one_without_them(kind):
     for seed in range(3):
-        loss, optimizer = losses_on_digits(kind, seed, BAD_BATCHES, skip_spikes=6.0)
-        assert loss < bound
+        without, _ = loss_on_digits(kind, seed, dict.fromkeys(BAD_BATCHES))
+        loss, optimizer = loss_on_digits(kind, seed, BAD_BATCHES, skip_spikes=6.0)
+        assert loss == without < 0.1
         assert {name: int(n) for name, n in optimizer.skipped_steps.items()} == {
             "nonfinite": 2,
             "spike": 2,
         }
-        unguarded, _ = losses_on_digits(kind, seed, BAD_BATCHES, skip_nonfinite=False)
-        assert not unguarded < bound
+        unguarded, _ = loss_on_digits(kind, seed, BAD_BATCHES, skip_nonfinite=False)
+        assert not unguarded < 2 * without
 
 
 # --- checkpoints and copies ----------------------------------------------------------------------
