@@ -36,10 +36,11 @@ of width 16.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from operator import methodcaller
+from types import MappingProxyType
 from typing import Any
 
 # oneDNN keeps 1,024 primitives by default, and what does not fit is compiled again in every step.
@@ -90,7 +91,7 @@ def size_of(network: str, quick: bool, device: torch.device) -> tuple[int, int]:
 
 
 def case_of(network: str, options: Any) -> str:
-    if options.host:
+    if getattr(options, "host", False):
         return f"{network}-step"
     side, batch = size_of(network, options.quick, options.device)
     size = f"sequence {side}" if network in TEXTS else f"{side}x{side}"
@@ -194,7 +195,8 @@ class TorchAmp(Step):
 
 class Ours(Step):
     """O5, which our other variants change. `unfused` are parts that are not fused, `clip` is
-    "torch's" or "ours", and `compiled` is "model", or "loss" for model and loss as one function."""
+    "torch's" or "ours", `compiled` is "model", or "loss" for model and loss as one function, and
+    `memory` has options of `amp.initialize` and of parameter groups."""
 
     fused = None
 
@@ -207,6 +209,7 @@ class Ours(Step):
         clip: str = "",
         recompute: bool = False,
         compiled: str = "",
+        memory: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         import ampfuse
@@ -217,8 +220,11 @@ class Ours(Step):
         self.forward: Callable[[], Any] = ampfuse.nn.recompute_norms if recompute else nullcontext
         if fuse:
             ampfuse.nn.fuse(self.model, [part for part in PARTS if part not in unfused])
+        for group in self.optimizer.param_groups:
+            group |= {name: memory[name] for name in memory if name != "master_weights"}
+        masters = memory.get("master_weights")
         self.model, self.optimizer = self.amp.initialize(
-            self.model, self.optimizer, opt_level=level, verbosity=0
+            self.model, self.optimizer, opt_level=level, master_weights=masters, verbosity=0
         )
         if compiled == "model":
             self.model.compile()

@@ -1,38 +1,59 @@
 """What ``ampfuse.plan`` says of the networks of nets.py, against the peaks that were measured:
 
-    python benchmarks/plan.py         for results/nets_xeon.csv, nets_cpu.csv and nets_cuda.csv
+    python benchmarks/plan.py            for results/nets_xeon.csv, nets_cpu.csv and nets_cuda.csv
+    python benchmarks/plan.py --modes    for steps in the memory modes, which it takes on this CPU
 
-Their column memory_mib has, of a CPU, the most at one time that a step allocated, and of a GPU all
-that was allocated. Here both are all tensors, in MiB. Nothing is measured, so any machine can do
-it: in fifteen minutes on two cores, or with ``--only`` less. It writes results/plan.csv.
+The column memory_mib of those files has, of a CPU, the most at one time that a step allocated, and
+of a GPU all that was allocated. Here both are all tensors, in MiB. The first measures nothing, so
+any machine can do it: in half an hour on two cores, or with ``--only`` less. The second takes ten
+minutes. Both write results/plan.csv, each its rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from harness.measuring import COLD_BYTES
+from harness.measuring import COLD_BYTES, Clock, Worker, held_bytes
 from harness.models import TEXTS, image_model, text_model
-from harness.results import options_of, read, write
-from nets import NETWORKS, loss_of, optimizer_of, size_of
+from harness.results import RESULTS, conditions, options_of, put, read
+from nets import NETWORKS, Ours, case_of, loss_of, optimizer_of, size_of
 from torch import Tensor, nn
 
 import ampfuse
 from ampfuse.insight.memory_plan import PlannedTraining
 
-RESULTS = Path(__file__).parent / "results"
 # Of two rows of one network and variant the later file's counts.
 SOURCES = {"cpu": ["nets_xeon.csv", "nets_cpu.csv"], "cuda": ["nets_cuda.csv"]}
-# By variant of nets.py: level, whether the model is fused, and the changes of a plan.
-VARIANTS: dict[str, tuple[str, bool, tuple[str, ...]]] = {
-    "FP32": ("O0", False, ()),
-    "O4": ("O4", False, ()),
-    "O5, unfused": ("O5", False, ()),
-    "O5": ("O5", True, ()),
-    "O5, recomputed": ("O5", True, ("recompute_norms",)),
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A level, whether the model is fused and compiled, changes of a plan, and a memory mode."""
+
+    level: str = "O5"
+    fuse: bool = True
+    compiled: bool = False
+    changes: tuple[str, ...] = ()
+    memory: Mapping[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = {
+    "FP32": Variant("O0", fuse=False),
+    "O4": Variant("O4", fuse=False),
+    "O5, unfused": Variant(fuse=False),
+    "O5": Variant(),
+    "O5, recomputed": Variant(changes=("recompute_norms",)),
+    "O5, compiled": Variant(compiled=True),
+}
+MODES = {
+    "O5, split": Variant(memory={"master_weights": "split"}),
+    "O5, 8bit": Variant(memory={"state_dtype": "8bit"}),
+    "O5, split, 8bit": Variant(memory={"master_weights": "split", "state_dtype": "8bit"}),
+    "O5, no masters": Variant(memory={"master_weights": False}),
 }
 
 
@@ -49,7 +70,8 @@ class PlanRow:
     measured_on: str
 
 
-def training_of(network: str, kind: str, fuse: bool) -> PlannedTraining:
+def planned(network: str, kind: str, variant: Variant) -> dict[str, int]:
+    """Bytes by kind."""
     side, batch = size_of(network, False, torch.device(kind))
     labels: tuple[int, ...] = (batch,)
     with torch.device("meta"):
@@ -71,44 +93,75 @@ def training_of(network: str, kind: str, fuse: bool) -> PlannedTraining:
     def loss_function(model: nn.Module, batch: Any) -> Tensor:
         return loss_of(model(batch[0]), batch[1])
 
-    return PlannedTraining(model, (x, y), loss_function, kind, make_optimizer, fuse, False)
+    training = PlannedTraining(
+        model, (x, y), loss_function, kind, make_optimizer, variant.fuse, variant.compiled
+    )
+    return training.held(variant.level, variant.memory, variant.changes)
+
+
+def measured_before(network: str, options: Any) -> Iterator[PlanRow]:
+    """By nets.py."""
+    name = NETWORKS[network][0]
+    for kind, files in SOURCES.items():
+        of_files = [row for file in files for row in read(RESULTS / file) if row.memory_mib > 0]
+        rows = {row.variant: row for row in of_files if row.case.startswith(f"{name} (")}
+        for label in rows.keys() & VARIANTS.keys():
+            row, held = rows[label], planned(network, kind, VARIANTS[label])
+            between = sum(held[each] for each in ("weights", "masters", "states"))
+            # On a GPU the clock of nets.py holds an array of its own.
+            peak = row.memory_mib + (between if kind == "cpu" else -COLD_BYTES) / 2**20
+            yield row_of(row.case, label, kind, held, peak, row.hardware, row.date)
+
+
+class Held(Ours):
+    """A step whose gradients go at once, so that nothing but the training is held after it."""
+
+    def step(self) -> None:
+        super().step()
+        self.optimizer.zero_grad()
+
+    def answer(self) -> int:
+        return held_bytes(self.model, self.optimizer)
+
+
+def measured_now(network: str, options: Any) -> Iterator[PlanRow]:
+    """In a process for each mode."""
+    for label, variant in MODES.items():
+        with Worker(Clock, options.device, with_ampfuse=True) as worker:
+            make = partial(Held, memory=variant.memory)
+            call = worker.variant(make, network, False, options.device)
+            call()
+            peak = call.memory_mib() + call.answer() / 2**20
+        where = conditions(options.device)
+        held = planned(network, "cpu", variant)
+        case = case_of(network, options)
+        yield row_of(case, label, "cpu", held, peak, where["hardware"], where["date"])
+
+
+def row_of(
+    case: str, label: str, kind: str, held: dict[str, int], peak: float, *where: str
+) -> PlanRow:
+    row = PlanRow(case, label, kind, round(held["peak"] / 2**20, 1), round(peak, 1), *where)
+    print(row, f"{row.planned_mib / row.measured_mib - 1:+.1%}", flush=True)
+    return row
+
+
+def key_of(row: PlanRow) -> tuple[str, str]:
+    return row.case, row.variant
 
 
 def main() -> None:
     """Plans every variant that was measured, and writes the CSV."""
-    options = options_of(__doc__, "plan")
-    rows = []
-    for kind, files in SOURCES.items():
-        of_files = [row for file in files for row in read(RESULTS / file) if row.memory_mib > 0]
-        measured = {(row.case, row.variant): row for row in of_files}
-        for network, (name, *_) in NETWORKS.items():
-            found = {
-                variant: row
-                for (case, variant), row in measured.items()
-                if case.startswith(f"{name} (") and variant in VARIANTS
-            }
-            if not any(text in network for text in options.only):
-                continue
-            for variant, row in found.items():
-                level, fuse, changes = VARIANTS[variant]
-                held = training_of(network, kind, fuse).held(level, {}, changes)
-                between = sum(held[each] for each in ("weights", "masters", "states"))
-                # On a GPU the clock of nets.py holds an array of its own.
-                peak = row.memory_mib + (between if kind == "cpu" else -COLD_BYTES) / 2**20
-                rows.append(
-                    PlanRow(
-                        row.case,
-                        variant,
-                        kind,
-                        round(held["peak"] / 2**20, 1),
-                        round(peak, 1),
-                        row.hardware,
-                        row.date,
-                    )
-                )
-                print(rows[-1], f"{rows[-1].planned_mib / rows[-1].measured_mib - 1:+.1%}")
-    if rows and not options.quick and options.only == [""]:
-        write(RESULTS / "plan.csv", rows)
+    options = options_of(__doc__, "plan", modes="measure the memory modes here")
+    path = RESULTS / "plan.csv"
+    order = [key_of(row) for row in read(path, PlanRow)]
+    rows_of = measured_now if options.modes else measured_before
+    on_cpu = [network for network, (_, _, batch, _) in NETWORKS.items() if batch]
+    for network in on_cpu if options.modes else NETWORKS:
+        if any(text in network for text in options.only):
+            rows = list(rows_of(network, options))
+            if rows and not options.quick:
+                put(path, rows, key_of, order)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
 
 _LONGEST_QUEUEING_MS = 200.0
 _SETTLING_S = 0.005  # threads that wait for work keep a core busy for a while
@@ -149,6 +150,15 @@ class Variant:
 
     def _prepare(self) -> None:
         getattr(self.call, "prepare", lambda: None)()
+
+
+def held_bytes(model: Any, optimizer: Any) -> int:
+    """What parameters, masters, buffers and states hold, each storage once."""
+    masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = pytree.tree_leaves([*map(dict, optimizer.state.values())])
+    tensors = [*model.parameters(), *masters, *model.buffers(), *filter(torch.is_tensor, states)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _within(events: Iterable[Any]) -> Iterator[Any]:

@@ -79,7 +79,7 @@ CASES = {
 }
 
 
-def trained(case, level, **options):
+def trained(case, level, compiled=False, **options):
     """What a training holds between two steps, and the peak of a step."""
     make, loss_function, batch_of = CASES[case]
     torch.manual_seed(0)
@@ -89,6 +89,8 @@ def trained(case, level, **options):
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, **masters)
     # Without instructions for BF16 our kernels work on FP32 copies.
     half_ops.use(False, rules=level == "O4")
+    if compiled:
+        model.compile()
 
     def step():
         optimizer.zero_grad()
@@ -130,6 +132,32 @@ def test_a_training_holds_what_was_planned(case, mode):
         assert planned["peak"] == pytest.approx(peak, rel=0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O0", "O5"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_training_holds_what_was_planned(case, level):
+    make, loss_function, batch_of = CASES[case]
+    options = {"loss_function": loss_function, "opt_level": level, "device": "cpu"}
+    plan = ampfuse.plan(make, batch_of(), compiled=True, **options)
+    if level == "O0" or hardware.cpu_has_bf16():  # else products are made of FP32 copies
+        _, peak = trained(case, level, compiled=True)
+        assert plan.held[level]["peak"] == pytest.approx(peak, rel=0.05)
+
+
+def test_what_compiled_models_keep_for_the_backward_pass():
+    make, loss_function, batch_of = CASES["text"]
+    options = {"loss_function": loss_function, "device": "cpu"}
+    plan, compiled = (
+        ampfuse.plan(make, batch_of(), compiled=each, **options) for each in (False, True)
+    )
+    assert str(compiled).startswith(str(plan).partition("\n")[0] + ", compiled\n")
+    for kind in ("weights", "gradients", "masters", "states"):
+        assert compiled.held["O5"][kind] == plan.held["O5"][kind]
+    # Blocks are compiled as they are checkpointed.
+    saved = compiled.held['+ state_dtype="8bit"'], compiled.held["+ activation checkpointing"]
+    assert saved[1]["activations"] < 0.8 * saved[0]["activations"]
+
+
 def test_what_reduces_the_peak_does():
     make, loss_function, batch_of = CASES["text"]
     plan = ampfuse.plan(make, batch_of(), loss_function=loss_function, device="cpu")
@@ -163,6 +191,8 @@ def test_language_models_of_transformers_without_logits():
     plan = ampfuse.plan(lambda: hf.LlamaForCausalLM(config), batch, device="cpu")
     before, after = plan.held['+ state_dtype="8bit"'], plan.held["+ LinearCrossEntropy"]
     assert before["peak"] - after["peak"] > 0.5 * 2 * 255 * 32000 * 2
+    compiled = ampfuse.plan(lambda: hf.LlamaForCausalLM(config), batch, device="cpu", compiled=True)
+    assert compiled.held["+ LinearCrossEntropy"]["peak"] <= after["peak"]
     with torch.no_grad():  # the loss is that of the model
         model, text = hf.LlamaForCausalLM(config), torch.randint(32000, (2, 16))
         batch = {"input_ids": text, "labels": text}
@@ -320,6 +350,7 @@ def test_the_command():
             "SGD, 11,689,512 parameters",
         ),
         (["--hf", "llama", "--tokens", "64", "--set", *sizes.split()], "LinearCrossEntropy"),
+        (["--hf", "llama", "--tokens", "64", "--compile", "--set", *sizes.split()], "compiled"),
     ):
         run = python("-m", "ampfuse", "plan", "--device", "cpu", "--budget", "1GB", *arguments)
         assert says in run.stdout

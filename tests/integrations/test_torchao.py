@@ -43,9 +43,7 @@ class Training:
     def __init__(self, level="O5", config=EMULATED, memory=MODES[1], **options):
         model = network(config)
         parts = model, adamw(model, **memory)
-        self.model, self.optimizer = amp.initialize(
-            *parts, opt_level=level, verbosity=0, **options
-        )
+        self.model, self.optimizer = amp.initialize(*parts, opt_level=level, verbosity=0, **options)
 
     def step(self):
         loss = nn.functional.cross_entropy(self.model(X), Y)

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", help='such as "80GB" or "15GiB"; of the GPU here')
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="(cuda)")
     parser.add_argument("--fuse", action="store_true", help="as amp.initialize(fuse=True)")
+    parser.add_argument("--compile", action="store_true", help="the model is compiled")
     parser.add_argument(
         "--accumulate", action="store_true", help="several backward passes make a step"
     )
@@ -52,6 +53,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             budget=args.budget,
             device=args.device,
             fuse=args.fuse,
+            compiled=args.compile,
             accumulate=args.accumulate,
         )
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import functools
 import unittest.mock
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,17 +25,16 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ampfuse
 from ampfuse import pytree
 from ampfuse.amp.casts import Casts, cast_model, eager_module, install, is_installed
-from ampfuse.amp.float32_output import Float32Output
 from ampfuse.amp.policy import LEVELS, Policy, make_policy
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.half_ops import cpu_half_ops
 from ampfuse.insight import inputs
+from ampfuse.insight.live_memory import LiveMemory, compiled_graphs
 from ampfuse.insight.memory import bytes_of, counts_of_states, held_bytes, size
 from ampfuse.insight.reports import aligned
 from ampfuse.nn import fuse, linear_cross_entropy, recompute_norms
@@ -79,6 +77,7 @@ def plan(
     budget: str | float | None = None,
     device: str = "cuda",
     fuse: bool = False,
+    compiled: bool = False,
     accumulate: bool = False,
 ) -> Plan:
     """What a training of `model` needs, by kind and at its peak: at `opt_level`, in FP32, under
@@ -103,6 +102,10 @@ def plan(
             here has, if there is one.
         device: "cuda" or "cpu", which may be elsewhere.
         fuse: as in ``amp.initialize``.
+        compiled: the model is compiled as by ``model.compile()``. Its graphs and what they keep for
+            the backward pass are torch.compile's; within a graph, results that only go into further
+            elementwise operations or reductions take no memory. ``torch.compiler.reset()`` is
+            called, so what was compiled before in this process is compiled again when it is used.
         accumulate: several backward passes make a step, so gradients live throughout.
 
     Raises:
@@ -122,7 +125,7 @@ def plan(
     limit = None if budget is None else bytes_of(budget)
     model = _built(model)
     training = PlannedTraining(
-        model, batch, loss_function, device, _maker_of(optimizer), fuse, accumulate
+        model, batch, loss_function, device, _maker_of(optimizer), fuse, compiled, accumulate
     )
     held = {}
     levels = ["O0", _FP32_LEVEL.get(opt_level), opt_level]
@@ -146,6 +149,7 @@ def plan(
             held[f"+ {change.name}"], passes = found, new
     elements = sum(parameter.numel() for parameter in model.parameters())
     heading = f"{training.optimizer_name}, {elements:,} parameters, on {device}"
+    heading += ", compiled" * compiled
     asked = list(held).index(opt_level)
     return Plan(heading, elements, limit, held, asked, list(training.notes))
 
@@ -255,8 +259,9 @@ class PlannedTraining:
     loss_function: inputs.LossFunction | None
     device: str
     make: Callable[[nn.Module], Optimizer]
-    fuse: bool
-    accumulate: bool
+    fuse: bool = False
+    compiled: bool = False
+    accumulate: bool = False
 
     def __post_init__(self) -> None:
         self.optimizer_name, self.is_fused = "", False
@@ -330,15 +335,20 @@ class PlannedTraining:
             install(model, Casts.of(policy))
             model.train()
             batch = pytree.replace(self.batch, _fake_tensor)
-            known = [*model.parameters(), *model.buffers(), *pytree.tensors(batch)]
-            live = stack.enter_context(_Live(known))
             if "recompute_norms" in changes:
                 stack.enter_context(recompute_norms())
             if self.device == "cuda":
                 stack.enter_context(_as_on_gpu())
             stack.enter_context(torch.enable_grad())
+            live = LiveMemory([*model.parameters(), *model.buffers(), *pytree.tensors(batch)])
             kept = 0
             try:
+                if self.compiled:
+                    called = model.base_model if loss_function is _language_loss else model
+                    stack.enter_context(compiled_graphs(called, live))
+                    inputs.call(loss_function, model, batch).backward()
+                    model.zero_grad()
+                stack.enter_context(live)
                 for _ in range(2 if self.accumulate else 1):
                     before = live.now
                     loss = inputs.call(loss_function, model, batch)
@@ -407,44 +417,6 @@ def _as_on_gpu() -> Iterator[None]:
         unittest.mock.patch.object(F, "scaled_dot_product_attention", without_probabilities),
     ):
         yield
-
-
-class _Live(TorchDispatchMode):
-    """Counts the bytes of storages that operations have made, while they live.
-
-    Attributes:
-        now: the bytes at present.
-        peak: the most so far.
-    """
-
-    def __init__(self, known: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._alive: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.ampfuse.cross_entropy_gradient.default:
-            # Without a mode it overwrites the logits, which only the loss holds.
-            self._free(args[1].untyped_storage()._cdata)
-        for tensor in pytree.tensors(result):
-            memory = tensor.memory() if isinstance(tensor, Float32Output) else tensor
-            if isinstance(memory, FakeTensor):
-                self._count(memory.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._alive or key in self._known:
-            return
-        self._alive[key] = storage.nbytes()
-        weakref.finalize(storage, self._free, key)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-
-    def _free(self, key: int) -> None:
-        self.now -= self._alive.pop(key, 0)
 
 
 # --- losses, and changes of a model -----------------------------------------------------------
