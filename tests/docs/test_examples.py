@@ -147,9 +147,10 @@ def test_the_language_model_takes_a_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_sharded_language_model_goes_on_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize("compiled", [[], ["--compile"]], ids=["eager", "compiled"])
+def test_the_sharded_language_model_goes_on_with_the_same_bits(tmp_path, compiled):
     import_needs("finetune_llama_one_gpu")
-    small = [EXAMPLES / "finetune_llama_fsdp.py", "--length", "32", "--batch", "4"]
+    small = [EXAMPLES / "finetune_llama_fsdp.py", "--length", "32", "--batch", "4", *compiled]
     whole = ranks(2, *small, "--steps", "20")[0]
     assert 2 < float(re.findall(r"step 10: loss ([\d.]+)", whole)[0]) < 4.5
     checkpoint = ["--checkpoint", tmp_path]
