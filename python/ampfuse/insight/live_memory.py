@@ -25,6 +25,9 @@ _ELEMENTWISE = {f"prims::{name}" for name in ("convert_element_type", "iota")} |
 _TAKES_FUSED = {"aten::scatter_add", "aten::index_put", "aten::max_pool2d_with_indices_backward"}
 _TAKES_FUSED |= {"aten::_unsafe_masked_index_put_accumulate"}
 
+# Inductor fuses no more into one kernel, and less into each of several.
+_MOST_READS, _MOST_READS_AGAIN = 8, 4
+
 
 class LiveMemory(TorchDispatchMode):
     """Counts the bytes of storages that operations have made, while they live.
@@ -119,14 +122,19 @@ class _Interpreter(torch.fx.Interpreter):
         live = self.live
         live.see_peak()  # what was used last before is free now
         live.is_in_place = _is_elementwise(n)
-        live.is_fused = live.is_in_place and all(map(_takes_fused, n.users))
-        is_fused = live.is_fused
+        operands = [self.env[each] for each in n.all_input_nodes]
+        reads = {id(read): read for each in operands for read in getattr(each, "_reads", [each])}
+        live.is_fused = (
+            live.is_in_place
+            and len(reads) <= (_MOST_READS if len(n.users) == 1 else _MOST_READS_AGAIN)
+            and all(map(_takes_fused, n.users))
+        )
         try:
             result = super().run_node(n)
+            if live.is_fused and isinstance(result, Tensor):  # the kernel of its users reads these
+                result._reads = list(reads.values())  # type: ignore[attr-defined]
         finally:
             live.is_fused = live.is_in_place = False
-        if is_fused and isinstance(result, Tensor):  # whose kernel reads the operands
-            result._operands = [self.env.get(each) for each in n.all_input_nodes]  # type: ignore[attr-defined]
         return result
 
 
