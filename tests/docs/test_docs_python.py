@@ -108,6 +108,8 @@ def one_process():
 def test_python_of_the_pages_runs(code, names, request):
     if "ampfuse.experiments" in code:
         pytest.importorskip("pandas")
+    if "torchao" in code:
+        pytest.importorskip("torchao")
     if "fully_shard" in code or "no_sync" in code:
         request.getfixturevalue("one_process")
     if not any(part in code for part in SETS_UP):
