@@ -170,6 +170,22 @@ def test_plans_table_is_that_of_the_csv():
         assert cell in lines[bool(is_mode)], row
 
 
+def test_language_model_table_is_that_of_the_csvs():
+    page = (ROOT / "docs/memory.md").read_text()
+    rows = records(RESULTS / "language_cpu.csv")
+    losses = {row["variant"]: row["loss"] for row in records(RESULTS / "language_losses.csv")}
+    lines = cells(table(page, "| | tokens/s |"))
+    assert [row["variant"] for row in rows] == list(losses)
+    for (_, *shown), row in zip(lines, rows, strict=True):
+        rates = [128 / float(row[key]) * 1e3 for key in ("median_ms", "p80_ms", "p20_ms")]
+        assert shown == [
+            "{:.0f} ({:.0f} to {:.0f})".format(*rates),
+            f"{float(row['memory_mib']) / 1024:.2f}",
+            f"{float(row['bytes_per_param']):.1f}",
+            f"{float(losses[row['variant']]):.3f}",
+        ]
+
+
 def test_demo_table_is_that_of_the_csv():
     lines = cells(table(BENCHMARKS, "| level | precision | time, s |"))
     for (level, _, *shown), row in zip(lines, records(RESULTS / "demo_cpu.csv"), strict=True):
