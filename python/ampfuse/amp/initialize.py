@@ -336,7 +336,7 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
                     "Materialize it (model.to_empty(device=...), then load or initialize it) and "
                     "create the optimizer before amp.initialize."
                 )
-            if is_traceable_wrapper_subclass(parameter) and not is_sharded(parameter):
+            if not is_sharded(parameter) and is_traceable_wrapper_subclass(parameter):
                 raise TypeError(
                     f"Parameter {name!r} is a {type(parameter).__name__}, which has no memory of "
                     "its own; amp supports plain tensors and DTensors. FP8 layers of torchao have "

@@ -344,7 +344,7 @@ class PlannedTraining:
             kept = 0
             try:
                 if self.compiled:
-                    called = model.base_model if loss_function is _language_loss else model
+                    called: Any = model.base_model if loss_function is _language_loss else model
                     stack.enter_context(compiled_graphs(called, live))
                     inputs.call(loss_function, model, batch).backward()
                     model.zero_grad()
