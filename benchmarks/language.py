@@ -24,6 +24,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -164,10 +165,6 @@ class LossRow:
     date: str
 
 
-def variant_of(row: LossRow) -> str:
-    return row.variant
-
-
 def main() -> None:
     """Measures, and writes the CSV."""
     options = options_of(__doc__, "language", losses="the losses of 200 steps, and no times")
@@ -197,7 +194,7 @@ def main() -> None:
             ]
             print(f"{name}: loss {rows[-1].loss}, {sum(times) / 1e3:.0f} s", flush=True)
             if not options.quick:
-                put(RESULTS / "language_losses.csv", rows, variant_of, list(VARIANTS))
+                put(RESULTS / "language_losses.csv", rows, attrgetter("variant"), list(VARIANTS))
         return
     with ExitStack() as stack:
         calls = {name: worker_of(name, stack) for name in wanted}

@@ -91,7 +91,7 @@ def size_of(network: str, quick: bool, device: torch.device) -> tuple[int, int]:
 
 
 def case_of(network: str, options: Any) -> str:
-    if getattr(options, "host", False):
+    if options.host:
         return f"{network}-step"
     side, batch = size_of(network, options.quick, options.device)
     size = f"sequence {side}" if network in TEXTS else f"{side}x{side}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -146,22 +147,19 @@ def row_of(
     return row
 
 
-def key_of(row: PlanRow) -> tuple[str, str]:
-    return row.case, row.variant
-
-
 def main() -> None:
     """Plans every variant that was measured, and writes the CSV."""
     options = options_of(__doc__, "plan", modes="measure the memory modes here")
     path = RESULTS / "plan.csv"
-    order = [key_of(row) for row in read(path, PlanRow)]
+    key = attrgetter("case", "variant")
+    order = [key(row) for row in read(path, PlanRow)]
     rows_of = measured_now if options.modes else measured_before
     on_cpu = [network for network, (_, _, batch, _) in NETWORKS.items() if batch]
     for network in on_cpu if options.modes else NETWORKS:
         if any(text in network for text in options.only):
             rows = list(rows_of(network, options))
             if rows and not options.quick:
-                put(path, rows, key_of, order)
+                put(path, rows, key, order)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 def options_of(description: str | None, name: str, **flags: str) -> argparse.Namespace:
     """The command line. `flags` are those of this script alone, with their help."""
     parser = parser_of(description)
+    parser.set_defaults(host=False)
     add = parser.add_argument
     add("--device", default="cpu", type=torch.device)
     texts = "cases whose name holds one of these"
@@ -171,7 +172,7 @@ def options_of(description: str | None, name: str, **flags: str) -> argparse.Nam
     add("--threads", type=int, nargs="+", help="CPU only (1 and all)")
     add("--csv", type=Path, help=f"benchmarks/results/{name}[_host]_<device>.csv")
     options = parser.parse_args()
-    kind, of_host = options.device.type, vars(options).get("host", False)
+    kind, of_host = options.device.type, options.host
     if kind == "cuda" or of_host:
         options.threads = [1]
     options.threads = options.threads or sorted({1, os.cpu_count() or 1})

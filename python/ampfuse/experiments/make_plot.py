@@ -101,8 +101,9 @@ def lines(rows: Sequence[Row]) -> Lines:
     if len(models := _distinct(row["model"] for row in rows)) > 1:
         raise UsageError(f"results of {', '.join(models)}: choose one model with --model")
     parts: dict[tuple[str, ...], list[Row]] = {}
+    compared = [name for name in _COMPARABLE if _varies(rows, name)]
     for row in rows:
-        names = [name for name in _COMPARABLE if _varies(rows, name)]
+        names = list(compared)
         # Conditions that follow the batch size (such as lr) make no line of their own.
         of_method = [r for r in rows if all(r[n] == row[n] for n in ("source", "gpu", "method"))]
         for size in {r["batch_size"] for r in of_method}:
@@ -232,13 +233,22 @@ def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -
             axes.errorbar(x, y, label=name if len(gpus) == 1 else f"{gpu} {name}", **look)
 
 
+_MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "wrn16_4": "WRN-16-4", "mlp": "MLP"}
+_MODELS |= {"resnet18": "ResNet-18", "resnet50": "ResNet-50", "mnist_cnn": "Convolutional network"}
+_DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "imagenet": "ImageNet"}
+_DATA |= {"digits": "handwritten digits"}
+
+
 def _title_of(rows: Sequence[Row]) -> str:
     """The model and its data, or whose figures these are."""
+    model = "mnist_cnn" if rows[0]["experiment"] == "demo" else rows[0]["model"]
     data = []
     for of in (row["conditions"] for row in rows if row["runs"]):
-        data.append(f"synthetic {of['kind']}" if of["data"] == "synthetic" else of["data"])
+        is_synthetic = of["data"] == "synthetic"
+        kind = of["kind"] if is_synthetic else of["data"]
+        data.append("synthetic " * is_synthetic + _DATA.get(kind, kind))
     on = f" on {listed(_distinct(data))}" if data else ", published figures"
-    return rows[0]["model"] + on
+    return _MODELS.get(model, model) + on
 
 
 main = functools.partial(run_alone, sys.modules[__name__])

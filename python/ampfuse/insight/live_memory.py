@@ -17,10 +17,8 @@ from ampfuse import pytree
 from ampfuse.amp.float32_output import Float32Output
 
 # Without the tag that torch has for such operations.
-_ELEMENTWISE = {f"prims::{name}" for name in ("convert_element_type", "iota")} | {
-    "aten::_to_copy",
-    "prims::_low_memory_max_pool_offsets_to_indices",
-}
+_ELEMENTWISE = {"aten::_to_copy", "prims::convert_element_type", "prims::iota"}
+_ELEMENTWISE |= {"prims::_low_memory_max_pool_offsets_to_indices"}
 # Besides reductions, what reads elementwise operands as it computes them.
 _TAKES_FUSED = {"aten::scatter_add", "aten::index_put", "aten::max_pool2d_with_indices_backward"}
 _TAKES_FUSED |= {"aten::_unsafe_masked_index_put_accumulate"}
@@ -149,6 +147,9 @@ def _is_elementwise(node: torch.fx.Node) -> bool:
 
 def _takes_fused(node: torch.fx.Node) -> bool:
     """Whether Inductor computes elementwise operands within the kernel of `node`."""
-    if _is_elementwise(node) or not isinstance(node.target, torch._ops.OpOverload):
-        return _is_elementwise(node)
-    return torch.Tag.reduction in node.target.tags or node.target._schema.name in _TAKES_FUSED
+    operation = node.target
+    if _is_elementwise(node):
+        return True
+    if not isinstance(operation, torch._ops.OpOverload):
+        return False
+    return torch.Tag.reduction in operation.tags or operation._schema.name in _TAKES_FUSED
