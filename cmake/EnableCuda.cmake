@@ -30,9 +30,11 @@ if(NOT CMAKE_CUDA_COMPILER AND AMPFUSE_NVCC)
 endif()
 if(CMAKE_CUDA_COMPILER)
   # The compiler check links a program, and PyPI's packages keep cudart in lib/, where their nvcc
-  # does not look.
-  get_filename_component(nvcc_root "${CMAKE_CUDA_COMPILER}" DIRECTORY)
-  get_filename_component(nvcc_root "${nvcc_root}" DIRECTORY)
+  # does not look. (What is called nvcc may be a script elsewhere, so nvcc itself says where it is.)
+  execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --dryrun -x cu /dev/null
+    OUTPUT_QUIET ERROR_VARIABLE dryrun)
+  string(REGEX MATCH "TOP=([^\n]+)" nvcc_root "${dryrun}")
+  get_filename_component(nvcc_root "${CMAKE_MATCH_1}" REALPATH)
   if(NOT EXISTS "${nvcc_root}/lib64" AND EXISTS "${nvcc_root}/lib/libcudart_static.a")
     set(ENV{LIBRARY_PATH} "${nvcc_root}/lib:$ENV{LIBRARY_PATH}")
   endif()
