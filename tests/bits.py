@@ -37,7 +37,7 @@ from trainings import RUNS
 FILE = Path(__file__).parent / "data" / "bits.json"
 # Which instruction sets a CPU has whose best is this one.
 ISAS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}
-ISAS["neon"] = ["scalar", "neon"]
+ISAS |= {"neon": ["scalar", "neon"], "neon_bf16": ["scalar", "neon", "neon_bf16"]}
 
 
 def digest(found: Any) -> str:

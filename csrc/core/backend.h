@@ -123,8 +123,8 @@ struct CudaVersions {
 };
 AMPFUSE_API CudaVersions cuda_versions();  // initializes nothing
 
-AMPFUSE_API const char*
-cpu_isa();  // "scalar", "avx2", "avx512" or "neon": what runs, or what AMPFUSE_CPU_ISA forces
+// What runs, or what AMPFUSE_CPU_ISA forces: "scalar", "avx2", "avx512", "neon" or "neon_bf16".
+AMPFUSE_API const char* cpu_isa();
 
 // How the CPU backend runs its tasks: body(begin, end) over [0, count). The binding passes torch's
 // pool; the default runs them one after another.

@@ -2,13 +2,29 @@
 
 #include <cstdlib>
 #include <string>
-#include <utility>
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 
 #include "core/backend.h"
 #include "core/check.h"
 
 namespace ampfuse {
 namespace {
+
+struct Candidate {
+  const char* name;
+  Isa isa;
+  const char* needs;
+};
+// The widest first.
+constexpr Candidate kCandidates[] = {
+    {"avx512", Isa::kAvx512, "AVX-512 F, BW, DQ and VL"},
+    {"avx2", Isa::kAvx2, "AVX2, FMA and F16C"},
+    {"neon_bf16", Isa::kNeonBf16, "ARM's instructions for BF16"},
+    {"neon", Isa::kNeon, "64-bit ARM"},
+    {"scalar", Isa::kScalar, "nothing"},
+};
 
 // Whether this CPU has it.
 bool has(Isa isa) {
@@ -20,26 +36,27 @@ bool has(Isa isa) {
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #elif defined(__aarch64__)
+  constexpr unsigned long kHasBf16 = 1ul << 14;  // HWCAP2_BF16, which old headers lack
+  if (isa == Isa::kNeonBf16) return getauxval(AT_HWCAP2) & kHasBf16;
   if (isa == Isa::kNeon) return true;
 #endif
   return isa == Isa::kScalar;
 }
 
 Isa choose_isa() {
-  const char* forced = std::getenv("AMPFUSE_CPU_ISA");
-  const std::string isa = forced ? forced : "";
-  AMPFUSE_CHECK(isa.empty() || isa == "scalar" || isa == "avx2" || isa == "avx512" || isa == "neon",
-                "AMPFUSE_CPU_ISA is '", isa,
-                "'; set it to scalar, avx2, avx512 or neon, or unset it");
-  AMPFUSE_CHECK(isa != "avx2" || has(Isa::kAvx2),
-                "AMPFUSE_CPU_ISA=avx2, but this CPU lacks AVX2, FMA or F16C");
-  AMPFUSE_CHECK(isa != "avx512" || has(Isa::kAvx512),
-                "AMPFUSE_CPU_ISA=avx512, but this CPU lacks AVX-512 F, BW, DQ or VL");
-  AMPFUSE_CHECK(isa != "neon" || has(Isa::kNeon), "AMPFUSE_CPU_ISA=neon, but this CPU is no ARM");
-  for (const auto& [name, each] :
-       {std::pair("avx512", Isa::kAvx512), std::pair("avx2", Isa::kAvx2),
-        std::pair("neon", Isa::kNeon), std::pair("scalar", Isa::kScalar)}) {
-    if ((isa.empty() || isa == name) && is_compiled(each) && has(each)) return each;
+  const char* variable = std::getenv("AMPFUSE_CPU_ISA");
+  const std::string forced = variable ? variable : "";
+  bool is_known = forced.empty();
+  for (const Candidate& choice : kCandidates) {
+    if (forced != choice.name) continue;
+    is_known = true;
+    AMPFUSE_CHECK(has(choice.isa), "AMPFUSE_CPU_ISA=", forced, " needs ", choice.needs,
+                  ", which this CPU lacks");
+  }
+  AMPFUSE_CHECK(is_known, "AMPFUSE_CPU_ISA is '", forced,
+                "'; set it to scalar, avx2, avx512, neon or neon_bf16, or unset it");
+  for (const auto& [name, isa, _] : kCandidates) {
+    if ((forced.empty() || forced == name) && is_compiled(isa) && has(isa)) return isa;
   }
   throw std::runtime_error(
       "this ampfuse was compiled for one instruction set, which the CPU lacks or AMPFUSE_CPU_ISA "
@@ -54,16 +71,11 @@ Isa isa() {
 }
 
 const char* cpu_isa() {
-  switch (isa()) {
-    case Isa::kAvx512:
-      return "avx512";
-    case Isa::kAvx2:
-      return "avx2";
-    case Isa::kNeon:
-      return "neon";
-    default:
-      return "scalar";
+  const Isa chosen = isa();
+  for (const auto& [name, each, _] : kCandidates) {
+    if (each == chosen) return name;
   }
+  return "scalar";
 }
 
 }  // namespace ampfuse

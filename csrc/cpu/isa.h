@@ -3,12 +3,13 @@
 
 namespace ampfuse {
 
-struct Scalar;  // every machine has it, and every other must give its bits
-struct Avx2;    // with F16C and FMA
-struct Avx512;  // F, BW, DQ, VL
-struct Neon;    // of every 64-bit ARM
+struct Scalar;    // every machine has it, and every other must give its bits
+struct Avx2;      // with F16C and FMA
+struct Avx512;    // F, BW, DQ, VL
+struct Neon;      // of every 64-bit ARM
+struct NeonBf16;  // with instructions for BF16
 
-enum class Isa { kScalar, kAvx2, kAvx512, kNeon };
+enum class Isa { kScalar, kAvx2, kAvx512, kNeon, kNeonBf16 };
 
 // Whether this build has its kernels. CMake defines these macros for the files that include this
 // one and ask (AMPFUSE_CPU_ISAS).
@@ -18,6 +19,9 @@ constexpr bool is_compiled([[maybe_unused]] Isa isa) {
 #endif
 #if defined(AMPFUSE_HAS_AVX2)
   if (isa == Isa::kAvx2) return true;
+#endif
+#if defined(AMPFUSE_HAS_NEON_BF16)
+  if (isa == Isa::kNeonBf16) return true;
 #endif
 #if defined(AMPFUSE_HAS_NEON)
   if (isa == Isa::kNeon) return true;
@@ -44,6 +48,9 @@ void with_isa(const Run& run) {
   }
   if constexpr (is_compiled(Isa::kAvx2)) {
     if (isa() == Isa::kAvx2) return run(IsaTag<Avx2>());
+  }
+  if constexpr (is_compiled(Isa::kNeonBf16)) {
+    if (isa() == Isa::kNeonBf16) return run(IsaTag<NeonBf16>());
   }
   if constexpr (is_compiled(Isa::kNeon)) {
     if (isa() == Isa::kNeon) return run(IsaTag<Neon>());

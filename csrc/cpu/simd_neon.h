@@ -1,10 +1,15 @@
-// The NEON value: eight floats, in two registers. Every 64-bit ARM has these instructions.
+// The NEON value: eight floats, in two registers. Every 64-bit ARM has these instructions, and
+// those compiled for CPUs that round to BF16 by an instruction have another type.
 #pragma once
 
 #include <arm_neon.h>
 
 #include "core/dtype.h"
 #include "vector.h"
+
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define Neon NeonBf16
+#endif
 
 namespace ampfuse {
 
@@ -203,19 +208,24 @@ struct Neon::Lanes<DType::kFloat16> : Halves {
   }
 };
 
-// By integers: only some ARMs have instructions for BF16.
 template <>
 struct Neon::Lanes<DType::kBFloat16> : Halves {
   HD static Neon widen(uint16x8_t halves) {
     return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(halves), 16)),
             vreinterpretq_f32_u32(vshll_high_n_u16(halves, 16))};
   }
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  HD static uint16x8_t narrow(Neon x) {
+    return vreinterpretq_u16_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(x.low), x.high));
+  }
+#else
   HD static uint16x8_t narrow(Neon x) {
     const Bits bits = bits_of(x), top = shift_right<16>(bits);
     const Bits rounded = bits + ((top & Bits(1u)) + Bits(0x7fffu));
     const Bits result = blend(equal(x, x), rounded, bits | Bits(0x400000u));
     return vuzp2q_u16(vreinterpretq_u16_u32(result.low), vreinterpretq_u16_u32(result.high));
   }
+#endif
 };
 
 template <>

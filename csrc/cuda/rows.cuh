@@ -160,6 +160,8 @@ __global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid gr
 // ---- passes ----
 
 constexpr int kPassPacks = kPassColumns / kRowWidth;  // packs of a thread in a span
+// In rows that are held, the packs of a thread: of those compiled, the fewest that a row needs.
+using HeldPacks = std::integer_sequence<int, 1, 3, kPassPacks>;
 
 // The weights or biases of a pack of columns. kType: their type, loaded 16 bytes at a time; kNone:
 // they are of type `dtype` and are loaded one after the other.
@@ -179,12 +181,11 @@ __device__ inline void load_affine(const void* data, DType dtype, int64_t c, int
   }
 }
 
-// One thread's part of a pass over a row. kAffine: rows are held in registers, with weights and
-// biases of this type. Their packs are aligned and whole, and each group has one span at most: all
-// of it is loaded once, before any of it is used. kNone: rows are not held.
-template <class Op, unsigned kLists, DType kType, DType kAffine>
+// One thread's part of a pass over a row. kHeld: rows are held in registers, kHeld packs a thread,
+// with weights and biases of type kAffine. Their packs are aligned and whole, and each group has
+// one span at most: all of it is loaded once, before any of it is used. 0: rows are not held.
+template <class Op, unsigned kLists, DType kType, DType kAffine, int kHeld>
 struct RowPass {
-  static constexpr bool kHeld = kAffine != DType::kNone;
   using Column = std::conditional_t<kHeld, int, int64_t>;
   const NnArgs& args;
   int64_t row;
@@ -193,14 +194,14 @@ struct RowPass {
   Column own = Column(group) * kPassColumns + thread * kPack;  // the thread's first
   Column rest = exists ? Column(args.image.channels) - own : 0;
   float coef[Op::kCoefs] = {};
-  Pack<kPack> held[kMaxImages][kHeld ? kPassPacks : 1] = {};
+  Pack<kPack> held[kMaxImages][kHeld ? kHeld : 1] = {};
 
   // run(slot, c, count) for each pack, c columns after the first.
   template <class Run>
   __device__ void for_packs(const Run& run) const {
     for (Column span = 0; span < rest; span += Column(groups) * kPassColumns) {
-#pragma unroll kHeld ? kPassPacks : 1
-      for (int i = 0; i < kPassPacks; ++i) {
+#pragma unroll kHeld ? kHeld : 1
+      for (int i = 0; i < (kHeld ? kHeld : kPassPacks); ++i) {
         const Column c = span + i * kRowWidth;
         if (c < rest) run(kHeld ? i : 0, c, kHeld || rest - c > kPack ? kPack : int(rest - c));
       }
@@ -212,7 +213,7 @@ struct RowPass {
     return {args.images[image], row * args.image.channels + own + c, aligned};
   }
   __device__ Pack<kPack> load(int image, Column c, int count) const {
-    return load_pack<kHeld, kPack>(packs(image, c), 0, count);
+    return load_pack<kHeld != 0, kPack>(packs(image, c), 0, count);
   }
 
   // Into registers, where they stay.
@@ -252,7 +253,7 @@ struct RowPass {
     for (int i = 0; i < kMaxImages; ++i) {
       if (!(kImages & bit(i))) continue;
       const Pack<kPack> pack = narrow<kType>(x[i]);
-      store_pack<kHeld>(packs(i, c), 0, count, pack);
+      store_pack<kHeld != 0>(packs(i, c), 0, count, pack);
       widen(pack, kType, x[i]);
       if (kHeld) held[i][slot] = pack;
     }
@@ -350,22 +351,22 @@ struct RowPass {
 };
 
 // Blocks of a multiprocessor: enough to keep sufficient loads in flight.
-template <class Op, unsigned kLists>
-constexpr int kPassBlocks = count_lists(Op::reads(kLists, 0)) == 1 ? 3 : 2;
+template <class Op, unsigned kLists, int kHeld>
+constexpr int kPassBlocks = (count_lists(Op::reads(kLists, 0)) == 1 ? 3 : 2) + (kHeld == 1);
 
-template <class Op, unsigned kLists, DType kType, DType kAffine>
-__global__ void __launch_bounds__(kLanes, (kPassBlocks<Op, kLists>))
+template <class Op, unsigned kLists, DType kType, DType kAffine, int kHeld>
+__global__ void __launch_bounds__(kLanes, (kPassBlocks<Op, kLists, kHeld>))
     row_pass_kernel(NnArgs args, int groups, bool aligned) {
   assume_type<kType>(args);
   const int block_group = threadIdx.x / kGroupThreads;
   const int64_t row = blockIdx.x * int64_t(kRowGroups / groups) + block_group / groups;
-  RowPass<Op, kLists, kType, kAffine> pass{args,
-                                           row,
-                                           block_group % groups,
-                                           groups,
-                                           int(threadIdx.x % kGroupThreads),
-                                           row < args.image.rows,
-                                           aligned};
+  RowPass<Op, kLists, kType, kAffine, kHeld> pass{args,
+                                                  row,
+                                                  block_group % groups,
+                                                  groups,
+                                                  int(threadIdx.x % kGroupThreads),
+                                                  row < args.image.rows,
+                                                  aligned};
   pass.run();
 }
 
@@ -392,6 +393,15 @@ void start_plain_rows(const NnArgs& args, cudaStream_t stream) {
   }
 }
 
+// run(constant) of the least of the values that is not below `wanted`.
+template <int kFirst, int... kMore, class Run>
+void with_least(std::integer_sequence<int, kFirst, kMore...>, int64_t wanted, const Run& run) {
+  if constexpr (sizeof...(kMore) > 0) {
+    if (kFirst < wanted) return with_least(std::integer_sequence<int, kMore...>(), wanted, run);
+  }
+  run(std::integral_constant<int, kFirst>());
+}
+
 template <class Op, unsigned kLists, DType kType>
 void start_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
   if constexpr (Op::kKind != PassKind::kRowPass) {
@@ -405,22 +415,27 @@ void start_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
   } else {
     const ImageRows& image = args.image;
     const int groups = groups_of(image, kPassColumns);
-    const auto start = [&](auto affine) {
-      launch(Kernel{Op::kName, row_pass_kernel<Op, kLists, kType, decltype(affine)::value>},
+    const auto start = [&](auto affine, auto held) {
+      constexpr int kHeld = decltype(held)::value;
+      launch(Kernel{Op::kName, row_pass_kernel<Op, kLists, kType, decltype(affine)::value, kHeld>},
              ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups, aligned);
+    };
+    const auto start_held = [&](auto affine) {
+      const int64_t columns = image.channels < kPassColumns ? image.channels : kPassColumns;
+      with_least(HeldPacks(), ceil_div(columns, kRowWidth),
+                 [&](auto packs) { start(affine, packs); });
     };
     // FP32 would not fit into the registers.
     const auto whole = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
-    constexpr bool kFits = element_size(kType) == 2;
-    const bool held = kFits && aligned && whole(args.affine.weight) && whole(args.affine.bias) &&
-                      image.channels <= kRowGroups * kPassColumns;
-    if (!held) {
-      start(std::integral_constant<DType, DType::kNone>());
-    } else if (args.affine.dtype == kType) {
-      start(std::integral_constant<DType, kFits ? kType : DType::kNone>());
-    } else {
-      start(std::integral_constant<DType, kFits ? DType::kFloat32 : DType::kNone>());
+    if constexpr (element_size(kType) == 2) {
+      if (aligned && whole(args.affine.weight) && whole(args.affine.bias) &&
+          image.channels <= kRowGroups * kPassColumns) {
+        return args.affine.dtype == kType
+                   ? start_held(std::integral_constant<DType, kType>())
+                   : start_held(std::integral_constant<DType, DType::kFloat32>());
+      }
     }
+    start(std::integral_constant<DType, DType::kNone>(), std::integral_constant<int, 0>());
   }
 }
 

@@ -42,6 +42,7 @@ struct Vector {
     return Vector<Result, kWidth>::of([&](int k) { return name(a.lane[k], more.lane[k]...); }); \
   }
 AMPFUSE_LANEWISE(fma)
+AMPFUSE_LANEWISE(reciprocal_of_normal)
 AMPFUSE_LANEWISE(max_nan)
 AMPFUSE_LANEWISE(min_number)
 AMPFUSE_LANEWISE(saturate)
@@ -114,30 +115,19 @@ HD bool magnitudes_within(const Vector<float, kWidth>& a) {
   return all;
 }
 
-// Division by the instructions that nvcc generates for it. nvcc branches at every element, to a
-// slow path that is right for all values; here it is one branch for all lanes. In the ranges
-// checked for, no step over- or underflows, and nvcc's own check lets them pass.
-template <int kWidth>
-HD Vector<float, kWidth> quotient_of_usual(const Vector<float, kWidth>& a,
-                                           const Vector<float, kWidth>& b) {
-  return a.of([&](int k) {
-    const float over = a.lane[k], under = b.lane[k];
-#if defined(__CUDA_ARCH__)
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(under));
-    inverse = fma(fma(-under, inverse, 1.0f), inverse, inverse);
-    const float near = over * inverse;
-    return fma(fma(-under, near, over), inverse, near);
-#else
-    return over / under;
-#endif
-  });
-}
+// Division by the instructions that nvcc generates for it, with one branch for all lanes. In the
+// ranges checked for, no step over- or underflows, and nvcc's own check lets them pass.
 template <int kWidth>
 HD Vector<float, kWidth> operator/(const Vector<float, kWidth>& a, const Vector<float, kWidth>& b) {
-  if constexpr (kWidth > 1) {
-    if (magnitudes_within<80>(a) && magnitudes_within<40>(b)) return quotient_of_usual(a, b);
+#if defined(__CUDA_ARCH__)
+  if (kWidth > 1 && magnitudes_within<80>(a) && magnitudes_within<40>(b)) {
+    return a.of([&](int k) {
+      const float over = a.lane[k], under = b.lane[k];
+      const float inverse = reciprocal_of_normal(under), near = over * inverse;
+      return fma(fma(-under, near, over), inverse, near);
+    });
   }
+#endif
   return a.of([&](int k) { return a.lane[k] / b.lane[k]; });
 }
 // The same for the root and the reciprocal of an update. A zero has its own way through the root,
@@ -157,9 +147,7 @@ HD Vector<float, kWidth> reciprocal_of_root(const Vector<float, kWidth>& v, floa
       float inverse;
       asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(v.lane[k] + 0x1p-126f));
       const float near = v.lane[k] * inverse;
-      const float under = fma(fma(-near, near, v.lane[k]), inverse * 0.5f, near) + eps;
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(under));
-      return fma(fma(-under, inverse, 1.0f), inverse, inverse);
+      return reciprocal_of_normal(fma(fma(-near, near, v.lane[k]), inverse * 0.5f, near) + eps);
     });
   }
 #endif

@@ -82,7 +82,7 @@ Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16
   m.def("cuda_archs", list_of_archs, "The architectures they were built for.");
   m.def(
       "cpu_isa", [] { return std::string(cpu_isa()); },
-      R"(The instruction set the CPU kernels run on: scalar, avx2, avx512 or neon.
+      R"(The instruction set the CPU kernels run on: scalar, avx2, avx512, neon or neon_bf16.
 
 ``AMPFUSE_CPU_ISA`` forces one, in the environment before the first use.)");
   m.def(

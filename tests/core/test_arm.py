@@ -39,7 +39,7 @@ def build():
     return folder
 
 
-@pytest.mark.parametrize("isa", ["scalar", "neon"])
+@pytest.mark.parametrize("isa", ["scalar", "neon", "neon_bf16"])
 def test_cpp(build, isa):
     """Each has the bits of the CUDA kernels, which are compiled for this processor too."""
     (program,) = build.rglob("ampfuse_cpp_tests")

@@ -45,7 +45,7 @@ HD Point<F> sigmoid_point(const F& z, float least, float c, float d) {
   const F m = left_of_zero(z, least), square = m * m;
   const F w = d == 0.0f ? m * F(c) : m * fma(square, F(d), F(c));
   const F e = two_to(w);
-  const F p = e / (F(1.0f) + e);
+  const F p = e * reciprocal_of_normal(F(1.0f) + e);
   constexpr float kLog2 = 0.693147181f;
   const F du = d == 0.0f ? m : m * fma(square, F(3.0f * d * kLog2), F(c * kLog2));
   return mirrored(z, m, p, fma(p, du * (F(1.0f) - p), p));
@@ -83,7 +83,7 @@ struct Gelu {
     below = fma(below, m, F(23.9415321f));
     below = fma(below, m, F(-39.034153f));
     below = fma(below, m, F(26.1037445f));
-    const F q = quotient_of_usual(above, below);
+    const F q = above * reciprocal_of_normal(below);
     return mirrored(z, m, e * q, e * fma(F(0.398942280f), m, q));
   }
 };

@@ -40,8 +40,9 @@ struct Norm : NnPass {
   HD static F centered(const F& s, const Coefs& coef) {
     return (s - coef[kShift]) - coef[kMeanOfRow];
   }
+  // (In FP32: many GPUs compute FP64 at 1/32 or 1/64 of the rate.)
   HD static float mean_of(const NnArgs& args, float sum) {
-    return float(double(sum) / double(args.image.channels));
+    return sum / float(args.image.channels);
   }
 };
 
@@ -94,9 +95,8 @@ struct NormForward : Norm {
       coef[kMeanOfRow] = args.vectors[kMean][row] = mean_of(args, sums[0]);
       return;
     }
-    const double var = double(sums[0]) / double(args.image.channels);
-    coef[kRstdOfRow] = float(1.0 / square_root(var + double(args.numbers[kEps])));
-    args.vectors[kRstd][row] = coef[kRstdOfRow];
+    const float var = mean_of(args, sums[0]);
+    coef[kRstdOfRow] = args.vectors[kRstd][row] = 1.0f / sqrt(var + args.numbers[kEps]);
   }
 
   template <unsigned kLists, class F>

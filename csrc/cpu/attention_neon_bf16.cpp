@@ -1,0 +1,7 @@
+// The kernels of attention.h, for NEON with BF16 instructions.
+#include "attention_run.h"
+#include "simd_neon.h"
+
+namespace ampfuse {
+template struct AttentionKernel<NeonBf16>;
+}  // namespace ampfuse
