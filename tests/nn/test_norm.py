@@ -16,6 +16,7 @@ TORCHS = {"layer": F.layer_norm, "rms": F.rms_norm}
 of_every_norm = pytest.mark.parametrize("norm", NORMS)
 SPAN = 1024  # columns, of which a row's sums are made
 SHAPES = [(1, 2), (3, 7), (2, 3, 16), (4, 17), (33, 127), (5, 128), (5, 129), (600, 40)]
+SHAPES += [(5, 136), (5, 384), (5, 392), (5, 1016)]  # a GPU's threads hold 3 or 8 packs of a row
 
 
 def check(
