@@ -387,33 +387,43 @@ __device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, 
 constexpr unsigned kRareLists = bit(kAccumulated) | bit(kState2) | bit(kUnscaled) | bit(kAverage);
 
 // Calls run(slice) with a slice whose columns have their types as constants, so that the compiler
-// leaves out the branches on them, if the row has common types: a step's states are of one storage,
-// and most parameters are FP32. Nothing happens otherwise. (Rows with rare lists are left out: they
-// would need too many loops.)
+// leaves out the branches on them, if the row has common types: gradient and model weight of one
+// half type, or FP32 without a model; states of one storage; masters that are split, where any are.
+// Nothing happens otherwise. (Rows with rare lists are left out: they would need too many loops.)
 template <class Op, unsigned kUsed, class Slice, class Run>
 __device__ inline void with_known_types(const Slice& slice, const Run& run) {
   if constexpr (!Slice::Column::kEncoded || !kSteps<Op> || (kUsed & kRareLists) != 0) {
     run(slice);
   } else {
-    // kNone: a parameter of any type.
-    const auto of = [&](DType param, DType state) {
+    const auto of = [&](DType half, DType param, DType state) {
       Slice known = slice;
-      if (param != DType::kNone) known.columns[kParam].dtype = param;
-      bool same = slice(kParam) == known(kParam);
+      bool same = true;
+      const auto is = [&](int list, DType type) {
+        if (!(kUsed & bit(list))) return;
+        known.columns[list].dtype = type;
+        same = same && slice.columns[list].dtype == type;
+      };
+      is(kGrad, half == DType::kNone ? DType::kFloat32 : half);
+      is(kModel, half);
+      is(kParam, param);
 #pragma unroll
-      for (int list = kState0; list < kState0 + kMaxStates; ++list) {
-        if (!(kUsed & bit(list))) continue;
-        known.columns[list].dtype = Op::kUnsigned & bit(list) ? without_sign(state) : state;
-        same = same && slice(list) == known(list);
-      }
+      for (int list = kState0; list < kState0 + kMaxStates; ++list)
+        is(list, Op::kUnsigned & bit(list) ? without_sign(state) : state);
       if (same) run(known);
       return same;
     };
-    const auto with = [&](DType param) {
-      if (of(param, DType::kRandomBFloat16)) return true;
-      return Op::kQuantizable && of(param, DType::kSigned8);
+    const auto with = [&](DType half, DType param) {
+      if (of(half, param, DType::kRandomBFloat16)) return true;
+      if (Op::kQuantizable && of(half, param, DType::kSigned8)) return true;
+      return Slice::Column::kSplit && of(half, param, DType::kFloat32);
     };
-    if (!with(DType::kFloat32) && !with(DType::kNone)) of(DType::kNone, DType::kFloat32);
+    if constexpr (Slice::Column::kSplit) {
+      with(DType::kBFloat16, DType::kRemainderBFloat16) ||
+          with(DType::kFloat16, DType::kRemainderFloat16);
+    } else {
+      with(DType::kBFloat16, DType::kFloat32) || with(DType::kFloat16, DType::kFloat32) ||
+          with(DType::kNone, DType::kFloat32);
+    }
   }
 }
 
@@ -421,8 +431,8 @@ __device__ inline void with_known_types(const Slice& slice, const Run& run) {
 // (`unsigned_states`) need more.
 HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, Encoded encoded) {
   const int lists = count_lists(used);
-  if (encoded == Encoded::kAll) return lists > 6 ? 1 : 2;
-  if (encoded == Encoded::kStates) {  // (With one state, three blocks spill on sm_80.)
+  if (encoded == Encoded::kAll && lists > 6) return 1;
+  if (encoded != Encoded::kNone) {  // (With one state, three blocks spill on sm_80.)
     const bool adam = count_lists(used & kStates) > 1 && (used & kRareLists) == 0;
     return lists > 6 ? 1 : adam ? 3 : 2;
   }
