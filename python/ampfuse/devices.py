@@ -1,6 +1,9 @@
-"""Devices by name, and their names in results."""
+"""Devices: by name, which ampfuse has kernels for, and what to do about the others."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
 
 import torch
 
@@ -39,3 +42,81 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{hardware.cpu_model()}, {threads} thread{'s' * (threads != 1)}"
+
+
+def built_for() -> str:
+    """What torch is built for: ``"CUDA 13.2"``, ``"ROCm 7.2.0"``, ``"MPS"``, ``"CPUs"``."""
+    if torch.version.hip or torch.version.cuda:
+        return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    device = torch.accelerator.current_accelerator()
+    return "CPUs" if device is None else device.type.upper()
+
+
+def covering_arch(archs: Iterable[str], capability: tuple[int, int]) -> str | None:
+    """Which of `archs` (``"sm_80"``, ``"compute_90"``) a GPU of `capability` runs; None if none.
+
+    Machine code (sm) runs on GPUs of the same major version from its minor version on; PTX
+    (compute) is compiled by the driver for any GPU from its version on; a letter at the end
+    (``sm_90a``) ties code to that one architecture. Machine code is preferred, and the newest.
+    """
+    gpu = capability[0] * 10 + capability[1]
+    best: tuple[bool, int, str] | None = None
+    for arch in archs:
+        matched = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", arch)
+        if not matched:
+            continue
+        kind, number, letter = matched[1], int(matched[2]), matched[3]
+        if letter == "a":
+            runs = number == gpu
+        elif kind == "sm" or letter == "f":
+            runs = number // 10 == capability[0] and number <= gpu
+        else:
+            runs = number <= gpu
+        if runs:
+            candidate = (kind == "sm", number, arch)
+            best = candidate if best is None else max(best, candidate)
+    return best[2] if best else None
+
+
+def no_kernels_for(platform: str) -> str:
+    """What to say of a device of a `platform` (``"ROCm 7.2.0"``, ``"MPS"``) without kernels."""
+    return (
+        f"ampfuse has kernels for NVIDIA GPUs and CPUs, not for {platform}: train on the CPU, or "
+        "under torch.amp alone"
+    )
+
+
+def device_problem(device: torch.device) -> str | None:
+    """Why ampfuse has no kernels that run on `device`, and what to do; None if it has some."""
+    if device.type in ("cpu", "meta"):
+        return None
+    if device.type != "cuda" or torch.version.hip:  # ROCm's GPUs are called "cuda" too
+        return no_kernels_for(built_for() if device.type == "cuda" else device.type.upper())
+    from ampfuse import _core  # here: the report of the environment asks what torch is built for
+
+    capability = torch.cuda.get_device_capability(device)
+    gpu = "sm_{}{}".format(*capability)
+    of_torch, archs = torch.cuda.get_arch_list(), _core.C.cuda_archs()
+    if of_torch and not covering_arch(of_torch, capability):
+        if capability < (7, 5):
+            return (
+                "use a GPU of Turing (sm_75) or later; on Kaggle, choose T4 x2: no current torch "
+                f"has kernels for this GPU ({gpu})"
+            )
+        return (
+            f"torch {torch.__version__} has no kernels for this GPU ({gpu}): install the newest "
+            "torch that ampfuse supports"
+        )
+    if not covering_arch(archs, capability):
+        return (
+            f"it is {gpu}, but ampfuse was built for {' '.join(archs) or 'CPUs'}; use such a GPU, "
+            "or compile ampfuse with an nvcc that supports this one: "
+            f"AMPFUSE_CUDA=ON {_core.COMPILE}"
+        )
+    return _core.driver_problem(*_core.C.cuda_versions())
+
+
+def check_device(device: torch.device, what: str) -> None:
+    """Raise RuntimeError, naming `what` is there, if ampfuse has no kernels for `device`."""
+    if problem := device_problem(device):
+        raise RuntimeError(f"{what} is on {device}, where ampfuse cannot work: {problem}.")

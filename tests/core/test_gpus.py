@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampfuse import amp, gpus, optim
+from ampfuse import amp, devices, optim
 from pretended_gpus import OF_TORCH, WITHOUT_KERNELS, pretend
 
 BUILT = ["sm_75", "sm_80", "compute_90"]
@@ -30,8 +30,8 @@ BUILT = ["sm_75", "sm_80", "compute_90"]
     ],
 )
 def test_covering_arch(archs, capability, covering):
-    assert gpus.covering_arch(archs, capability) == covering
-    assert gpus.covering_arch(archs[::-1], capability) == covering
+    assert devices.covering_arch(archs, capability) == covering
+    assert devices.covering_arch(archs[::-1], capability) == covering
 
 
 class OnGpu(nn.Parameter):
@@ -105,9 +105,9 @@ def test_first_step_refuses(refused):
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
 def test_others_have_no_problem(capability, of_torch, monkeypatch):
     pretend(monkeypatch, capability=capability, of_torch=of_torch)
-    assert gpus.device_problem(torch.device("cuda")) is None
+    assert devices.device_problem(torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_nothing_is_asked_of_a_gpu_for_a_device_that_is_none(device):
-    assert gpus.device_problem(torch.device(device)) is None
+    assert devices.device_problem(torch.device(device)) is None

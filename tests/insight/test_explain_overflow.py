@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import ampfuse
 from ampfuse import amp, insight, optim
-from ampfuse.async_read import Sample
 from ampfuse.insight.overflow import _SkipsInARow
+from ampfuse.torch_utils import Sample
 from programs import in_two_processes
 
 INF = math.inf

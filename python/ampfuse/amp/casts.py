@@ -28,10 +28,10 @@ from ampfuse import _core, pytree
 from ampfuse.amp import cast_state, float32_output
 from ampfuse.amp.cast_state import casts_are_disabled
 from ampfuse.amp.policy import Policy
-from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.nn.fuse.forwards import WrappedForward, is_proxy, original_class
 from ampfuse.nn.fuse.forwards import eager_module as eager_module
 from ampfuse.optim.sharding import is_sharded, local
+from ampfuse.torch_utils import HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ampfuse import _core
 from ampfuse import pytree as trees
-from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.nn.functional import cross_entropy
+from ampfuse.torch_utils import HALF_DTYPES
 
 aten = torch.ops.aten
 

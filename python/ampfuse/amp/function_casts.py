@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ampfuse import pytree
 from ampfuse.amp import cast_state
-from ampfuse.amp.replacements import Replacements
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -78,6 +77,41 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """As :func:`register_half_function`, for :func:`promote_function`."""
     _register(module, name, promote_function)
+
+
+_INHERITED = object()
+
+
+class Replacements:
+    """Attributes of third-party modules and classes that were replaced, to be put back.
+
+    An attribute that was replaced again since stays as it is.
+    """
+
+    def __init__(self) -> None:
+        # By the owner's id, as it may not be hashable: the owner, the original and ours.
+        self._pairs: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
+
+    def __contains__(self, place: tuple[Any, str]) -> bool:
+        return (id(place[0]), place[1]) in self._pairs
+
+    def replace(self, owner: Any, name: str, ours: Any) -> None:
+        """Set ``owner.name`` to `ours`."""
+        there = vars(owner).get(name, _INHERITED)
+        _, original, former = self._pairs.get((id(owner), name), (owner, there, there))
+        self._pairs[id(owner), name] = owner, (original if there is former else there), ours
+        setattr(owner, name, ours)
+
+    def put_back(self) -> None:
+        """Restore the originals."""
+        for (_, name), (owner, original, ours) in self._pairs.items():
+            if vars(owner).get(name) is not ours:
+                continue
+            if original is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+        self._pairs.clear()
 
 
 _pending: list[tuple[Any, str, Callable[[Any], Any]]] = []

@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 
 from ampfuse import _core
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
-from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.base import handles_loss_scaling, under_grad_scaler
 from ampfuse.optim.fused import is_fused
 from ampfuse.optim.param_groups import check_optimizer, parameters
+from ampfuse.torch_utils import HALF_DTYPES, dynamo_disable
 
 # The largest power of two in FP32. torch has no ceiling, but refuses to grow to inf.
 _LARGEST_SCALE = 2.0**127

@@ -35,8 +35,7 @@ from ampfuse.amp.casts import (
 from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
-from ampfuse.gpus import check_device
+from ampfuse.devices import check_device
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
 from ampfuse.optim.masters import MASTERS
@@ -44,6 +43,7 @@ from ampfuse.optim.options import Rule, check
 from ampfuse.optim.param_groups import parameters, with_wrapped
 from ampfuse.optim.sharding import is_sharded
 from ampfuse.optim.upgrade import FusedOptimizer, check_upgrade
+from ampfuse.torch_utils import FLOAT_DTYPES, HALF_DTYPES
 
 _log = logging.getLogger("ampfuse.amp")
 _CALL = 'The call is amp.initialize(model, optimizer, opt_level="O5").'

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.amp.replacements import Replacements
+from ampfuse.amp.function_casts import Replacements
 
 # The models whose no_sync() was called, with the ids of their parameters.
 _models: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()

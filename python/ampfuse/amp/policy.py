@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 import torch
 
-from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.options import Rule, check
+from ampfuse.torch_utils import HALF_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)

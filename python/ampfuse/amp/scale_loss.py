@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from ampfuse.amp import cast_state, no_sync
 from ampfuse.amp import session as sessions
 from ampfuse.amp.scaler import LossScaler
-from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.param_groups import check_optimizer, is_empty
+from ampfuse.torch_utils import dynamo_disable
 
 _log = logging.getLogger("ampfuse.amp")
 _CALL = "amp.scale_loss(loss, optimizer)"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.options import COUNT, POSITIVE, Rule, check
+from ampfuse.torch_utils import dynamo_disable
 
 # Without a minimum, a persistent NaN halves the scale to 0, and 1 / scale is inf from then on. This
 # one mirrors the default maximum of 2**24: far below any useful scale, and 1 / scale is exact.

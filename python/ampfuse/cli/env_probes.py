@@ -31,11 +31,11 @@ def show(probes: Iterable[Probe]) -> None:
 def _torch() -> Facts:
     import torch
 
-    from ampfuse import gpus
+    from ampfuse import devices
 
     return {
         "running": str(torch.__version__),
-        "built for": gpus.built_for(),
+        "built for": devices.built_for(),
         "threads": torch.get_num_threads(),
         "CUDA available": "yes" if torch.cuda.is_available() else "no",
     }
@@ -56,7 +56,7 @@ def _extension() -> Facts:
 def _gpus() -> Facts:
     import torch
 
-    from ampfuse import gpus
+    from ampfuse import devices
 
     found: Facts = {}
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -64,7 +64,7 @@ def _gpus() -> Facts:
         size = f"{properties.total_memory / 2**30:.1f} GiB"
         found[f"GPU {i}"] = f"{properties.name}, {size}: {_verdict(torch.device('cuda', i))}"
     if not found:
-        found["GPUs"] = f"none that torch can use: {_why_none(gpus.built_for())}"
+        found["GPUs"] = f"none that torch can use: {_why_none(devices.built_for())}"
     return found
 
 
@@ -72,30 +72,30 @@ def _verdict(device: Any) -> str:
     """Whether ampfuse uses a GPU, and at which levels; or why not, and what to do."""
     import torch
 
-    from ampfuse import gpus
+    from ampfuse import devices
 
     try:
         from ampfuse import _core
 
-        problem = gpus.device_problem(device)
+        problem = devices.device_problem(device)
     except ImportError as error:
         problem = str(error)
     if problem:
         return f"NOT USED: {problem}"
     capability = torch.cuda.get_device_capability(device)
-    arch = gpus.covering_arch(_core.C.cuda_archs(), capability)
+    arch = devices.covering_arch(_core.C.cuda_archs(), capability)
     return f"runs ampfuse's {arch}{'; use O4 or O5' if capability >= (8, 0) else _NO_BF16}"
 
 
 def _why_none(built_for: str) -> str:
     import torch
 
-    from ampfuse import gpus
+    from ampfuse import devices
 
     if built_for == "CPUs":
         return "torch is built for CPUs; for a GPU, install a CUDA build of torch"
     if not built_for.startswith("CUDA"):
-        return gpus.no_kernels_for(built_for)
+        return devices.no_kernels_for(built_for)
     try:
         torch.cuda.init()
     except Exception as error:  # torch's own words for a driver that is missing or too old

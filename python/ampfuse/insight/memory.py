@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from ampfuse import pytree
 from ampfuse._schema import STORAGES
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
-from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.insight.inputs import check_owned, check_types, output_of, same_random_numbers
 from ampfuse.insight.reports import aligned
 from ampfuse.optim.base import AmpOptimizer
@@ -25,6 +24,7 @@ from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
 from ampfuse.optim.muon import step_bytes
 from ampfuse.optim.param_groups import parameters, with_wrapped
 from ampfuse.optim.state import storage_for
+from ampfuse.torch_utils import HALF_DTYPES
 
 KINDS = "weights gradients masters states accumulators average activations".split()
 # The modes, by the optimizer's options; one that names masters has half weights, as O2 and O5 have.

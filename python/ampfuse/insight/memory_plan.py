@@ -31,7 +31,6 @@ import ampfuse
 from ampfuse import pytree
 from ampfuse.amp.casts import Casts, cast_model, eager_module, install, is_installed
 from ampfuse.amp.policy import LEVELS, Policy, make_policy
-from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.half_ops import cpu_half_ops
 from ampfuse.insight import inputs
 from ampfuse.insight.live_memory import LiveMemory, compiled_graphs
@@ -40,6 +39,7 @@ from ampfuse.insight.reports import aligned
 from ampfuse.nn import fuse, linear_cross_entropy, recompute_norms
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.muon import step_bytes
+from ampfuse.torch_utils import HALF_DTYPES
 
 # Of held memory, in the order of the table; `peak` is the most at one time.
 KINDS = "weights gradients accumulators masters states average activations peak".split()

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from ampfuse._schema import METER_COUNTS, UPDATE_FACTOR
-from ampfuse.async_read import Sample, is_captured
-from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.insight.reports import Finding, aligned, dtype_name
 from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.torch_utils import HALF_DTYPES, Sample, is_captured
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import is_installed
-from ampfuse.async_read import Sample, is_captured
-from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.insight.explanation import Explanation
 from ampfuse.insight.tracker import Tracker
 from ampfuse.optim.base import amp_optimizers
+from ampfuse.torch_utils import Sample, dynamo_disable, is_captured
 
 _log = logging.getLogger("ampfuse.amp")
 

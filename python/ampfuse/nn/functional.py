@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import _reduction as _Reduction
 
-from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
+from ampfuse.torch_utils import FLOAT_DTYPES, HALF_DTYPES
 
 __all__ = [
     "add_layer_norm",

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse._schema import ALGORITHMS, Algorithm
-from ampfuse.dynamo_disable import Function
 from ampfuse.optim import checkpoints
 from ampfuse.optim.gradients import WithGradients
 from ampfuse.optim.last_step import REASONS, LastStep, SkipWatch, skipped_steps
 from ampfuse.optim.masters import MASTERS, has_begun
 from ampfuse.optim.options import RULES
 from ampfuse.optim.param_groups import parameters, with_wrapped
+from ampfuse.torch_utils import Function
 
 if TYPE_CHECKING:
     from ampfuse.insight.meter import Meter

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ampfuse._schema import ALGORITHMS, Algorithm
-from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.last_step import StepHistory
 from ampfuse.optim.masters import (
     MASTERS,
@@ -29,6 +28,7 @@ from ampfuse.optim.options import COUNT, check
 from ampfuse.optim.param_groups import parameters, with_groups
 from ampfuse.optim.sharding import is_sharded, on_shards
 from ampfuse.optim.state import FP32, Stored
+from ampfuse.torch_utils import HALF_DTYPES
 
 # The key of what an optimizer's steps have been; torch.distributed.checkpoint, which saves states
 # and groups alone, has it in the first group.

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from ampfuse._schema import ALGORITHMS, Algorithm
-from ampfuse.dtypes import FLOAT_DTYPES
-from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.options import (
     ABOVE_0,
@@ -26,6 +24,7 @@ from ampfuse.optim.options import (
 )
 from ampfuse.optim.param_groups import Hypers, check_hyper, check_range, is_empty, kernel_hyper
 from ampfuse.optim.state import StateOfParameters, States
+from ampfuse.torch_utils import FLOAT_DTYPES, dynamo_disable
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable

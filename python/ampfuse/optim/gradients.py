@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampfuse import _core
-from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.masters import MasterParameter, leaf_of, unscale_on_access
 from ampfuse.optim.param_groups import parameters
 from ampfuse.optim.rows import Rows
 from ampfuse.optim.sharding import local, placed_as
+from ampfuse.torch_utils import HALF_DTYPES, dynamo_disable
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable

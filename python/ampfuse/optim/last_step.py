@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from ampfuse.async_read import Sample, is_captured
+from ampfuse.torch_utils import Sample, is_captured
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.param_groups import with_wrapped
 from ampfuse.optim.sharding import is_sharded, local, placed_as
+from ampfuse.torch_utils import HALF_DTYPES
 
 # The keys of a master in a state: a whole one, and the remainder of a split one.
 MASTERS = {"master_param", "master_remainder"}

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from ampfuse import _core
 from ampfuse._schema import Algorithm
-from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.dynamo_disable import dynamo_disable
-from ampfuse.gpus import check_device
+from ampfuse.devices import check_device
 from ampfuse.optim.masters import (
     MASTERS,
     MasterParameter,
@@ -26,6 +24,7 @@ from ampfuse.optim.masters import (
 )
 from ampfuse.optim.param_groups import Component, parameters
 from ampfuse.optim.sharding import Ranks, is_sharded, local, origin, placed_as
+from ampfuse.torch_utils import HALF_DTYPES, dynamo_disable
 
 if TYPE_CHECKING:
     from ampfuse._C import ParamTable

@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.fused import FUSED, FusedOptimizer, is_fused
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.masters import MASTERS, MasterParameter
 from ampfuse.optim.options import check_options
 from ampfuse.optim.param_groups import is_empty, parameters, with_wrapped
+from ampfuse.torch_utils import dynamo_disable
 
 
 def upgrade(

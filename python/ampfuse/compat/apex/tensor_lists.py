@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
+from ampfuse.torch_utils import FLOAT_DTYPES, HALF_DTYPES
 
 TensorLists = Sequence[Sequence[Tensor]]
 _FORMATS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampfuse.nn.fuse import activations, attention, loss, masks, norms, patches
+from ampfuse.nn.fuse import activations, norms, reshapes, transformers
 from ampfuse.nn.fuse.forwards import (
     eager_module,
     forward_from_graphs,
@@ -36,7 +36,7 @@ PARTS = ("norms", "activations", "attention", "patches", "masks", "loss")
 _REWRITES = {
     "norms": norms.rewrite,
     "activations": activations.rewrite,
-    "attention": attention.rewrite,
+    "attention": reshapes.split_projections,
 }
 # Functions and methods that a module with something to rewrite may call.
 _CALLS = {"activations": ("gelu", "silu"), "attention": ("permute",)}
@@ -131,9 +131,9 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
         elif any(p in parts and not _names(module).isdisjoint(_CALLS[p]) for p in _CALLS):
             owners.setdefault(name, [])
     if "loss" in parts:
-        report.has_loss = loss.replace_loss(model)
+        report.has_loss = transformers.replace_loss(model)
     if "masks" in parts:
-        report.skips_packing = masks.skip_packing(model)
+        report.skips_packing = transformers.skip_packing(model)
     fused: dict[nn.Module, str] = {}
     for owner, names in owners.items():
         reason = f"{owner or 'the model'} does not call it"
@@ -164,7 +164,7 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
 def unfuse(model: nn.Module) -> None:
     """Take back what :func:`fuse` did to `model`, in place."""
     model = eager_module(model)
-    loss.restore_loss(model)
+    transformers.restore_loss(model)
     for module in model.modules():
         _, attribute = replaceable_forward(module)
         if is_fused(module.__dict__.get(attribute)):
@@ -184,8 +184,8 @@ def _part_of(module: nn.Module) -> tuple[str | None, Callable[..., Any] | None]:
     """The part that `module` itself belongs to, and its fused ``forward`` alone, if it has one."""
     if norms.norm_spec(module):
         return "norms", norms.forward
-    if patches.takes_patches(module):
-        return "patches", patches.forward
+    if reshapes.takes_patches(module):
+        return "patches", reshapes.patch_forward
     if activations.activation_of(module):
         return "activations", activations.forward
     return ("norms" if isinstance(module, _BatchNorm) else None), None

@@ -13,8 +13,8 @@ from torch import Tensor
 from ampfuse.amp import master_params as master_params
 from ampfuse.amp import session as sessions
 from ampfuse.compat.apex.amp.scaler import LossScaler
-from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.masters import MasterParameter
+from ampfuse.torch_utils import HALF_DTYPES
 
 
 class AmpState:

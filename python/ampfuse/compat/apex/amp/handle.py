@@ -22,13 +22,12 @@ from ampfuse.amp.casts import Casts, eager_module, install
 from ampfuse.amp.function_casts import install_registered, restore_registered
 from ampfuse.amp.policy import O1, O4
 from ampfuse.amp.scale_loss import loss_block, session_and_optimizers
-from ampfuse.async_read import Sample
 from ampfuse.compat.apex.amp import patches
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.signatures import takes
-from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim import upgrade
+from ampfuse.torch_utils import Sample, dynamo_disable
 
 
 @dynamo_disable

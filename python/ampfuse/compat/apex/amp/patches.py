@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ampfuse.amp.function_casts import float_function, install_once
-from ampfuse.dtypes import HALF_DTYPES
+from ampfuse.torch_utils import HALF_DTYPES
 
 _IN_PLACE = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_"
 _METHODS = f"{_IN_PLACE} erfinv_ pow_ cumprod_ cumsum_ renorm_"

@@ -18,10 +18,10 @@ from ampfuse.compat.apex.amp._amp_state import AmpOptimizerState
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.apex_C import unflatten
 from ampfuse.compat.apex.signatures import takes
-from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 from ampfuse.optim import upgrade
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.param_groups import parameters
+from ampfuse.torch_utils import FLOAT_DTYPES, HALF_DTYPES
 
 
 def _part_of(owner: str, name: str) -> Any:

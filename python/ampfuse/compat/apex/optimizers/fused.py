@@ -20,8 +20,8 @@ from ampfuse import optim
 from ampfuse.compat.apex import amp_C
 from ampfuse.compat.apex.contrib.clip_grad import clip_grad_norm_
 from ampfuse.compat.apex.optimizers.common import ApexOptimizer, of_groups, stepped_by_grad_scaler
-from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.optim.fused import is_fused
+from ampfuse.torch_utils import HALF_DTYPES
 
 _GIVEN_UP = ("grads", "output_params", "scale", "grad_norms")
 

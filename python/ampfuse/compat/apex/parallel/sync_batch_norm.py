@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampfuse.dtypes import FLOAT_DTYPES
 from ampfuse.nn.functional import same_shape_and_dtype
 from ampfuse.nn.modules import count_batch, normalize
+from ampfuse.torch_utils import FLOAT_DTYPES
 
 
 def sync_normalize(norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor:

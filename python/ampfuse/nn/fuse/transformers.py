@@ -1,9 +1,4 @@
-"""No attention mask for models of transformers that need none.
-
-Their decoders treat a sequence as packed if its positions restart. To find out, an eager forward
-waits for the device, and a compiled or captured one builds a mask, which rules out flash kernels.
-Positions that a model counts itself never restart.
-"""
+"""Models of transformers: the loss of causal language models, and masks for packed sequences."""
 
 from __future__ import annotations
 
@@ -13,9 +8,56 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from ampfuse.nn.functional import cross_entropy
 from ampfuse.nn.fuse.forwards import replaceable_forward, set_fused
+
+# ---- the loss, from half logits ------------------------------------------------------------------
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """The ``ForCausalLMLoss`` of transformers without its FP32 copy of the logits."""
+    if shift_labels is None:  # each token predicts the next one
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    rows, target = logits.view(-1, vocab_size), shift_labels.reshape(-1).to(logits.device)
+    if num_items_in_batch is None:
+        return cross_entropy(rows, target, ignore_index=ignore_index)
+    total = cross_entropy(rows, target, ignore_index=ignore_index, reduction="sum")
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def replace_loss(model: nn.Module) -> bool:
+    """Give `model` this loss; False unless it is such a model, without a custom loss."""
+    if not type(model).__module__.startswith("transformers.") or "_loss_function" in vars(model):
+        return False
+    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+        return False
+    vars(model)["_loss_function"] = causal_lm_loss  # where the property loss_function keeps it
+    return True
+
+
+def restore_loss(model: nn.Module) -> None:
+    if vars(model).get("_loss_function") is causal_lm_loss:
+        del model._loss_function
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+# The decoders treat a sequence as packed if its positions restart. To find out, an eager forward
+# waits for the device, and a compiled or captured one builds a mask, which rules out flash kernels.
+# Positions that a model counts itself never restart.
 
 
 def skip_packing(model: nn.Module) -> bool:

@@ -1,13 +1,36 @@
-"""Read tensors on a device without waiting for it."""
+"""Small helpers for torch: types, reading without waiting, and staying out of ``torch.compile``."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+# The types of parameters and gradients that the kernels read and write.
+FLOAT_DTYPES = (torch.float32, *HALF_DTYPES)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def dynamo_disable(function: Function) -> Function:
+    """Decorator: compiled code calls `function` uncompiled, with everything that it calls.
+
+    For functions that work in the extension, which Dynamo cannot trace: it would compile the lines
+    between the calls one by one, again for each parameter. ``torch.compiler.disable`` does the
+    same, but imports Dynamo, which takes a second.
+    """
+    call: Any = torch._disable_dynamo(function)
+    # For the message of fullgraph=True.
+    call._torchdynamo_disable = True
+    call._torchdynamo_disable_msg = "ampfuse does this in its extension, outside of any graph"
+    return call
+
 
 class Sample:
-    """Copies of tensors, on their way from a device to the host."""
+    """Copies of tensors, made on the host without waiting for the device."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._events = []

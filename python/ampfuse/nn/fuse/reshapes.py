@@ -1,7 +1,4 @@
-"""Packed projections of queries, keys and values, taken apart before they are permuted.
-
-Then autograd writes the gradient of the projection once (see :func:`ampfuse.nn.split_qkv`).
-"""
+"""Layers whose data is moved the other way round: packed projections and patch embeddings."""
 
 from __future__ import annotations
 
@@ -11,12 +8,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ampfuse.nn.functional import has_patches, patch_conv2d
 from ampfuse.nn.fuse.trace import IN_PLACE, called, replace
+from ampfuse.torch_utils import HALF_DTYPES
+
+# ---- packed projections of queries, keys and values ----------------------------------------------
 
 
-def rewrite(graph: fx.Graph, root: nn.Module) -> dict[str, str]:
+def split_projections(graph: fx.Graph, root: nn.Module) -> dict[str, str]:
     """Have ``x.permute(dims).unbind(0)`` take `x` apart before it permutes the parts.
 
+    Then autograd writes the gradient of the projection once (see :func:`ampfuse.nn.split_qkv`).
     The same for ``x.permute(dims)[i]``, where autograd would make a gradient of zeros for each i.
 
     Returns:
@@ -75,3 +77,35 @@ def _layer_before(node: fx.Node) -> str:
     while called(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return str(node.target) if node.op == "call_module" else ""
+
+
+# ---- patch embeddings: a convolution whose stride is its kernel, as a matrix product -------------
+
+_MIN_PIXELS = 8  # for smaller patches the copy costs more than the convolution
+
+
+def takes_patches(module: Any) -> bool:
+    """Whether `module` is a convolution of such patches, of at least 8 pixels each way."""
+    return (
+        isinstance(module, nn.Conv2d)
+        and type(module).forward is nn.Conv2d.forward
+        and type(module)._conv_forward is nn.Conv2d._conv_forward
+        and module.kernel_size == module.stride
+        and min(module.kernel_size) >= _MIN_PIXELS
+        and module.padding in ((0, 0), "valid")
+        and module.dilation == (1, 1)
+        and module.groups == 1
+    )
+
+
+def patch_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The ``forward`` of such a convolution."""
+    usual = len(args) == 1 and not kwargs and takes_patches(self)
+    # On CPUs a convolution in FP32 is as fast.
+    if (
+        not usual
+        or not has_patches(args[0], self.weight)
+        or (args[0].is_cpu and args[0].dtype not in HALF_DTYPES)
+    ):
+        return type(self).forward(self, *args, **kwargs)
+    return patch_conv2d(args[0], self.weight, self.bias)
