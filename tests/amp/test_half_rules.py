@@ -20,7 +20,7 @@ aten, has_kernel = torch.ops.aten, torch._C._dispatch_has_kernel_for_dispatch_ke
 @pytest.fixture(autouse=True)
 def torchs_afterwards():
     yield
-    half_ops.forget()
+    half_ops.reset()
 
 
 def some(*shape):
@@ -384,6 +384,6 @@ def test_code_that_is_kept_on_disk_is_told_apart():
         ampfuse.cpu_half_ops()
         ampfuse.cpu_half_ops()
         assert torch.compiler.config.cache_key_tag == f"the user's{half_ops._TAG}"
-        half_ops.forget()
+        half_ops.reset()
         assert torch.compiler.config.cache_key_tag == "the user's"
     assert torch.compiler.config.cache_key_tag == tag

@@ -364,7 +364,7 @@ def test_gradients_after_the_models_zero_grad_are_new(looks):
 
 def test_half_models_on_a_cpu_use_ampfuses_half_ops():
     """As after ``initialize("O2")``."""
-    half_ops.forget()
+    half_ops.reset()
     try:
         start(static_loss_scale=64.0)
         assert _core.EXTENSION.half_ops()
@@ -372,7 +372,7 @@ def test_half_models_on_a_cpu_use_ampfuses_half_ops():
             start(static_loss_scale=64.0)
             assert not _core.EXTENSION.half_ops()
     finally:
-        half_ops.forget()
+        half_ops.reset()
 
 
 @pytest.mark.parametrize("norm_type", [2.0, INF])

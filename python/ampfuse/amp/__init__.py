@@ -127,7 +127,7 @@ def restore_torch() -> None:
     _sessions.end_everywhere()
     _function_casts.restore_registered()
     _no_sync.unwatch()
-    _half_ops.forget()
+    _half_ops.reset()
 
 
 def clip_grad_norm_(optimizer: Optimizer, max_norm: float) -> Tensor:

@@ -244,7 +244,7 @@ def set_up(
     no_sync.watch()
     session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
     if session.casts_cpu:
-        half_ops.follow(policy)
+        half_ops.enable_for(policy)
     sessions.set_latest(session)
     if policy.autocast_type is not None:
         install_registered()

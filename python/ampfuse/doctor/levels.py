@@ -299,7 +299,7 @@ def _untouched(task: _Task) -> Iterator[None]:
             torch.autocast(task.device.type, enabled=False),
             function_casts.registered_for_now(),
             sessions.set_aside(),
-            half_ops.unless_refused(),
+            half_ops.unless_disabled(),
         ):
             yield
     finally:

@@ -218,7 +218,7 @@ def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
     scalers = list(getattr(_amp_state, "loss_scalers", ()))  # amp.state_dict() has them still
     session = sessions.Session(policy, scalers, everywhere=True, casts_cpu=casts_cpu)
     if casts_cpu:
-        half_ops.follow(policy)
+        half_ops.enable_for(policy)
     sessions.set_latest(session)
     install_registered()
     patches.install(given["allow_banned"])

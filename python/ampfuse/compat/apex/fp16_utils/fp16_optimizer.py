@@ -61,7 +61,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         is_dynamic = given["dynamic_loss_scale"]
         scaler = LossScaler("dynamic" if is_dynamic else given["static_loss_scale"], **options)
         if any(p.is_cpu and p.dtype in HALF_DTYPES for p in parameters(inner)):
-            half_ops.follow(O2)
+            half_ops.enable_for(O2)
         upgrade(inner, master_weights=True)
         self.optimizer: Any = inner
         self._lists = AmpOptimizerState(inner)
