@@ -1,12 +1,21 @@
-"""Small helpers for torch: types, reading without waiting, and staying out of ``torch.compile``."""
+"""Small helpers for torch: types, reading without waiting, ``torch.compile``, private functions.
+
+All private functions of torch that amp uses are here, so that a new release of torch is checked in
+one place. CI tests them with torch 2.11, 2.13 and 2.15 (``dependency-groups`` in pyproject.toml).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame as _dynamo
+from torch._guards import TracingContext as TracingContext
+from torch._subclasses import fake_tensor, functional_tensor
+from torch.utils import _python_dispatch
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 # The types of parameters and gradients that the kernels read and write.
@@ -27,6 +36,9 @@ def dynamo_disable(function: Function) -> Function:
     call._torchdynamo_disable = True
     call._torchdynamo_disable_msg = "ampfuse does this in its extension, outside of any graph"
     return call
+
+
+# ---- reading without waiting ---------------------------------------------------------------------
 
 
 class Sample:
@@ -62,3 +74,83 @@ class Sample:
 def is_captured(number: Tensor) -> bool:
     """Whether a CUDA graph is being captured, during which `number` cannot be read."""
     return number.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# ---- private functions of torch ------------------------------------------------------------------
+
+# Tensors that stand for others in a trace: of Dynamo and of AOTAutograd.
+FakeTensor = fake_tensor.FakeTensor
+FunctionalTensor = functional_tensor.FunctionalTensor
+FunctionalTensorMode = functional_tensor.FunctionalTensorMode
+# Raised by an operator to end the compiler's graph before it.
+UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
+# A block without the modes that trace.
+disable_current_modes = _python_dispatch._disable_current_modes
+
+
+def skip_frames(function: Any, *, and_callees: bool) -> None:
+    """Keep Dynamo from compiling the frames of `function`; `and_callees`: and what they call."""
+    skip, default = _dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT
+    strategy = _dynamo._FrameExecStrategy(skip, skip if and_callees else default)
+    _dynamo.set_code_exec_strategy(function.__code__, strategy)
+
+
+def outside_dynamo(outer: Callable[..., Any], inner: Callable[..., Any]) -> Any:
+    """The result of ``outer(inner)``: of compiled code, Dynamo compiles `inner` but not `outer`."""
+    compiler = _dynamo.set_eval_frame(None)
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        _dynamo.set_eval_frame(compiler)
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            _dynamo.set_eval_frame(None)
+
+    try:
+        return outer(compiled)
+    finally:
+        _dynamo.set_eval_frame(compiler)
+
+
+skip_frames(outside_dynamo, and_callees=False)
+
+
+def is_functionalizing() -> bool:
+    """Whether AOTAutograd traces a graph in this thread."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def is_under_torch_func() -> bool:
+    """Whether a transform of ``torch.func`` is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_under_forward_ad() -> bool:
+    """Whether forward-mode differentiation is active."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+@contextlib.contextmanager
+def on_metadata() -> Iterator[None]:
+    """In the block operations on a wrapper subclass change its own shape and strides.
+
+    Source: ``return_and_correct_aliasing`` in ``torch.utils._python_dispatch``.
+    """
+    include = torch._C._meta_in_tls_dispatch_include()
+    torch._C._set_meta_in_tls_dispatch_include(True)
+    try:
+        with torch._C._DisableTorchDispatch():
+            yield
+    finally:
+        torch._C._set_meta_in_tls_dispatch_include(include)
+
+
+def refuse_memory_access(tensor: Tensor, message: str) -> None:
+    """Raise an error with `message` where code below the dispatcher takes the tensor's pointer.
+
+    Without it, and in releases of torch that lack it, such code reads address zero.
+    """
+    refuse = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if refuse is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            refuse(Tensor.untyped_storage(tensor)._cdata, message)

@@ -21,8 +21,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame as dynamo
-from torch._C._dynamo.eval_frame import set_eval_frame
 
 from ampfuse import _core, pytree
 from ampfuse.amp import cast_state, float32_output
@@ -31,7 +29,7 @@ from ampfuse.amp.policy import Policy
 from ampfuse.nn.fuse.forwards import WrappedForward, is_proxy, original_class
 from ampfuse.nn.fuse.forwards import eager_module as eager_module
 from ampfuse.optim.sharding import is_sharded, local
-from ampfuse.torch_utils import HALF_DTYPES
+from ampfuse.torch_utils import HALF_DTYPES, outside_dynamo, skip_frames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +69,6 @@ def check_can_install(model: nn.Module) -> None:
 def is_installed(model: nn.Module) -> bool:
     """Whether :func:`install` was called on `model` before."""
     return issubclass(type(eager_module(model)), AmpModule)
-
-
-# Dynamo compiles what such a frame calls, not the frame itself.
-_NOT_COMPILED = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
 
 
 def install(model: nn.Module, casts: Casts) -> None:
@@ -138,7 +132,7 @@ def _restore(make: Callable[..., nn.Module], args: tuple[Any, ...], casts: Casts
 def _amp_class(original: Any) -> Any:
     """The subclass of `original` that casts; its name, signature and docstring are `original`'s."""
 
-    def compute(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def compute(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs)
 
     @functools.wraps(original.forward)  # inspecting the signature of forward finds the model's
@@ -151,25 +145,16 @@ def _amp_class(original: Any) -> Any:
             return _cast_forward(casts, self, inner, args, kwargs)
         # In a compiled model the original forward is compiled, and the casts around it are not:
         # the graph returns half tensors.
-        compiler = set_eval_frame(None)
-
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            set_eval_frame(compiler)
-            try:
-                return compute(inner, args, kwargs)
-            finally:
-                set_eval_frame(None)
-
-        try:
-            return _cast_forward(casts, self, compiled, args, kwargs)
-        finally:
-            set_eval_frame(compiler)
+        return outside_dynamo(
+            lambda compiled: _cast_forward(casts, self, compiled, args, kwargs),
+            functools.partial(compute, inner),
+        )
 
     # torch.compile counts recompilations per code object and gives up at eight, so each class gets
     # its own code object, as it has without amp.
     compute.__code__ = compute.__code__.replace()
     forward.__code__ = forward.__code__.replace()  # type: ignore[attr-defined]
-    dynamo.set_code_exec_strategy(forward.__code__, _NOT_COMPILED)  # type: ignore[attr-defined]
+    skip_frames(forward, and_callees=False)
 
     def body(namespace: dict[str, Any]) -> None:
         namespace["forward"] = forward
