@@ -1,5 +1,4 @@
-"""The ``forward`` of a module instance: whose it is, what may take its place, and the one that runs
-graphs."""
+"""The ``forward`` of a module instance: its owner, its replacement, and one that runs graphs."""
 
 from __future__ import annotations
 
@@ -9,14 +8,22 @@ import itertools
 import linecache
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ampfuse.nn.fuse.trace import KINDS, Call, Untraceable, is_constant, is_taken, kind_of, trace
+from ampfuse.nn.fuse.trace import (
+    ARGUMENT_TYPES,
+    GraphKey,
+    Untraceable,
+    argument_type,
+    is_constant,
+    is_graph_input,
+    trace,
+)
 
 Rewrite = Callable[[fx.Graph, nn.Module], dict[str, str]]
 
@@ -116,16 +123,21 @@ def is_fused(method: Any) -> bool:
 _MAX_GRAPHS = 24  # of one module
 _OF_ALL_MODULES = frozenset(dir(nn.Module()))
 _number = itertools.count()
+# A ``forward`` may not depend on the types of its modules' outputs: these must give one graph.
+_OUTPUT_TYPES = (Tensor, list)
 
 
 def forward_from_graphs(
     owner: nn.Module, cls: type[nn.Module], rewrites: Iterable[Rewrite]
 ) -> tuple[Any, dict[nn.Module, str]]:
-    """A ``forward`` that runs the graph of `owner`, changed by `rewrites`, for each kind of call;
-    and the modules that are fused in it, with what.
+    """A ``forward`` that runs graphs of `owner`, changed by `rewrites`, and what is fused in them.
 
-    Graphs of calls without optional arguments are made here. Those of other calls are made at the
-    first such call, except under a compiler.
+    Graphs of calls without optional arguments are made here, one for each mode, unless ``forward``
+    checks the types of its arguments: then one for each type, too. Graphs of other calls are made
+    at the first such call, except under a compiler.
+
+    Returns:
+        The function, and with what each module is fused.
 
     Raises:
         Untraceable: no graph can be made; the message says why.
@@ -137,17 +149,30 @@ def forward_from_graphs(
     defaults = {p.name: p.default for p in named if p.default is not p.empty}
     required = [p.name for p in named if p.default is p.empty]
     settings = _settings(owner)
-    variants: dict[Call, Callable[..., Any] | None] = {}
+    variants: dict[GraphKey, Callable[..., Any] | None] = {}
     fused: dict[nn.Module, str] = {}
     failure: Untraceable | None = None
-    for training, kind in itertools.product((True, False), KINDS):
-        call = Call(training, tuple((name, kind) for name in required))
+    graph_of = functools.cache(functools.partial(trace, owner, cls))
+    for training in (True, False):
+        keys = [
+            GraphKey(training, tuple((name, kind) for name in required)) for kind in ARGUMENT_TYPES
+        ]
         try:
-            variants[call], found = _variant(owner, cls, call, rewrites)
-        except Untraceable as error:
-            variants[call], found = None, {}
-            failure = failure or error
-        fused = found | fused
+            variant, found = _variant(owner, cls, map(graph_of, keys, ARGUMENT_TYPES), rewrites)
+        except Untraceable:  # for some type at least
+            pass
+        else:
+            variants.update(dict.fromkeys(keys, variant))
+            fused = found | fused
+            continue
+        for key in keys:
+            try:
+                graphs = map(graph_of, (key, key), _OUTPUT_TYPES)
+                variants[key], found = _variant(owner, cls, graphs, rewrites)
+                fused = found | fused
+            except Untraceable as error:
+                variants[key] = None
+                failure = failure or error
     if not any(variants.values()):
         assert failure is not None
         raise failure
@@ -156,21 +181,22 @@ def forward_from_graphs(
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        unchanged = all(kind_of(getattr(self, name, None)) == kind for name, kind in settings)
+        unchanged = all(argument_type(getattr(self, name, None)) == kind for name, kind in settings)
         if not unchanged or len(given) != len(args) + len(kwargs):
             return original(self, *args, **kwargs)
         given = {k: v for k, v in given.items() if k not in defaults or v is not defaults[k]}
-        call = Call(self.training, tuple((name, kind_of(given[name])) for name in given))
+        key = GraphKey(self.training, tuple((k, argument_type(v)) for k, v in given.items()))
         full = len(variants) >= _MAX_GRAPHS
-        if call not in variants and not full and not torch.compiler.is_compiling():
+        if key not in variants and not full and not torch.compiler.is_compiling():
             try:
-                variants[call], _ = _variant(self, cls, call, rewrites)
+                graphs = (trace(self, cls, key, values) for values in _OUTPUT_TYPES)
+                variants[key], _ = _variant(self, cls, graphs, rewrites)
             except Untraceable:
-                variants[call] = None
-        variant = variants.get(call)
+                variants[key] = None
+        variant = variants.get(key)
         if variant is None:
             return original(self, *args, **kwargs)
-        return variant(self, *(given[name] for name, kind in call.arguments if is_taken(kind)))
+        return variant(self, *(given[name] for name, kind in key.arguments if is_graph_input(kind)))
 
     forward.__code__ = forward.__code__.replace()  # torch.compile counts recompilations by it
     functools.update_wrapper(forward, original)
@@ -179,19 +205,25 @@ def forward_from_graphs(
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    """The constants among the attributes of `module` and its class, on which a graph may depend:
-    names and kinds."""
+    """The constant attributes of `module` and its class, on which a graph may depend: names, and
+    types with values."""
     names = [name for name in dir(module) if name[0] != "_" and name not in _OF_ALL_MODULES]
     values = [(name, inspect.getattr_static(module, name, Ellipsis)) for name in names]
-    return [(name, kind_of(value)) for name, value in values if is_constant(value)]
+    return [(name, argument_type(value)) for name, value in values if is_constant(value)]
 
 
 def _variant(
-    owner: nn.Module, cls: type[nn.Module], call: Call, rewrites: Iterable[Rewrite]
+    owner: nn.Module,
+    cls: type[nn.Module],
+    graphs: Iterator[fx.Graph],
+    rewrites: Iterable[Rewrite],
 ) -> tuple[Callable[..., Any], dict[nn.Module, str]]:
-    """The method that runs the graph of `owner` for `call`, and what is fused in it."""
-    graph, other = (trace(owner, cls, call, values) for values in (Tensor, list))
-    if str(graph) != str(other):
+    """The method that runs the graph of `owner`, and what is fused in it.
+
+    Raises Untraceable unless all of `graphs`, which assume other types, are the same.
+    """
+    graph = next(graphs)
+    if any(str(graph) != str(other) for other in graphs):
         raise Untraceable(f"{cls.__name__}.forward checks the type of a module's output")
     fused: dict[nn.Module, str] = {}
     for rewrite in rewrites:

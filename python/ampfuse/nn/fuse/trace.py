@@ -25,26 +25,28 @@ class Untraceable(Exception):
     """A forward that cannot be traced; the message says why."""
 
 
-class Call(NamedTuple):
-    """What a graph depends on in a call of a forward.
+class GraphKey(NamedTuple):
+    """The properties of a call of ``forward`` that decide which graph it runs.
 
     Attributes:
         training: the mode.
-        arguments: the name of each argument and its kind, see :func:`kind_of`. An argument that
-            has its default is left out.
+        arguments: the name of each argument and its type, see :func:`argument_type`. An argument
+            that has its default is left out.
     """
 
     training: bool
     arguments: tuple[tuple[str, Any], ...]
 
 
-KINDS = (Tensor, list, tuple)
+# The types of arguments that ``isinstance`` tells apart in forwards.
+ARGUMENT_TYPES = (Tensor, list, tuple)
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, enum.Enum)
 
 
-def kind_of(argument: Any) -> Any:
-    """The type of `argument`, one of KINDS if it is an instance; for a constant, type and value."""
-    for kind in KINDS:
+def argument_type(argument: Any) -> Any:
+    """The type of `argument`, or the one of ARGUMENT_TYPES that it is an instance of; for a
+    constant, type and value."""
+    for kind in ARGUMENT_TYPES:
         if isinstance(argument, kind):
             return kind
     return (type(argument), argument) if is_constant(argument) else type(argument)
@@ -55,16 +57,16 @@ def is_constant(value: Any) -> bool:
     return isinstance(value, _CONSTANTS)
 
 
-def is_taken(kind: Any) -> bool:
-    """Whether an argument of this kind is an input of a graph; a constant is part of it."""
+def is_graph_input(kind: Any) -> bool:
+    """Whether an argument of this type is an input of a graph; a constant is part of it."""
     return isinstance(kind, type)
 
 
-def trace(module: nn.Module, cls: type[nn.Module], call: Call, values: type) -> fx.Graph:
+def trace(module: nn.Module, cls: type[nn.Module], key: GraphKey, values: type) -> fx.Graph:
     """The graph of ``cls.forward`` on `module`; its inputs are the arguments but for constants.
 
     Arguments:
-        call: the mode of `module` and everything in it, and the types that ``isinstance`` finds for
+        key: the mode of `module` and everything in it, and the types that ``isinstance`` finds for
             the arguments.
         values: the type that ``isinstance`` finds for everything that is computed.
 
@@ -75,9 +77,9 @@ def trace(module: nn.Module, cls: type[nn.Module], call: Call, values: type) -> 
     stand_in: nn.Module = object.__new__(cls)
     stand_in.__dict__ = module.__dict__
     drawn = random.getstate()
-    with _mode(module, call.training), _unchanged(module), _OnlyOfArguments():
+    with _mode(module, key.training), _unchanged(module), _OnlyOfArguments():
         try:
-            graph = _Tracer(call, values).trace(stand_in)
+            graph = _Tracer(key, values).trace(stand_in)
         except Exception as error:  # whatever this forward does with a proxy
             reason = str(error).strip().split("\n")[0]
             raise Untraceable(f"{cls.__name__}.forward cannot be traced: {reason}") from error
@@ -90,11 +92,11 @@ def trace(module: nn.Module, cls: type[nn.Module], call: Call, values: type) -> 
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, call: Call, values: type) -> None:
+    def __init__(self, key: GraphKey, values: type) -> None:
         # C++ parses a list of tensors before it asks a proxy that stands for one.
         super().__init__(autowrap_functions=(torch.cat, torch.stack))
         self._autowrap_search.append(torch)
-        self._arguments, self._values = dict(call.arguments), values
+        self._arguments, self._values = dict(key.arguments), values
         self._context = _context()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -102,7 +104,9 @@ class _Tracer(fx.Tracer):
 
     def create_args_for_root(self, root_fn: Any, *_: Any) -> tuple[Any, list[Any]]:
         inputs = {
-            name: self.create_proxy("placeholder", name, (), {}) if is_taken(kind) else kind[1]
+            name: self.create_proxy("placeholder", name, (), {})
+            if is_graph_input(kind)
+            else kind[1]
             for name, kind in self._arguments.items()
         }
         return functools.partial(root_fn, self.root, **inputs), []
@@ -132,7 +136,7 @@ def _context() -> tuple[Any, ...]:
 
 
 class _Proxy(fx.Proxy):
-    """One whose ``x += y`` stays in place; fx would make it ``x = x + y``."""
+    """A proxy whose ``x += y`` stays in place; fx would make it ``x = x + y``."""
 
 
 def _in_place(name: str) -> Callable[[Any, Any], Any]:
@@ -166,7 +170,7 @@ def _proxy_class(kind: type) -> type[_Proxy]:
 
 
 class _OnlyOfArguments(TorchFunctionMode):
-    """Refuses what is computed from no argument: it would become a constant of the graph."""
+    """Refuses operations on no argument: their result would become a constant of the graph."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
