@@ -1,7 +1,7 @@
-"""What the extension says of itself: algorithms, their states and hyper-parameters, storage types.
+"""The extension's schema: algorithms with their states and hyper-parameters, and storage types.
 
 Each is described once, in csrc/core. State keys, checkpoints, memory reports, checks and messages
-follow from here.
+are derived from it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ampfuse import _core
 
 @dataclass(frozen=True)
 class Storage:
-    """A storage type of states: what ``state_dtype`` names.
+    """A storage type of states, which ``state_dtype`` selects.
 
     Attributes:
         bits: of an element.
-        rounds_at_random: stochastically, or to nearest.
-        suffix: a state in codes has them under its name and this, and float32 scales under
-            ``<name>_scale``; None for a type without codes.
-        block: elements that share a scale, as they lie in memory; 0: there are no scales.
+        rounds_at_random: stochastically, instead of to nearest.
+        suffix: of the key of quantized values, ``<name><suffix>``, next to the float32 scales under
+            ``<name>_scale``; None for a type that is not quantized.
+        block: the number of elements, adjacent in memory, that share a scale; 0 without scales.
         min_elements: smaller parameters keep float32 states.
     """
 
@@ -37,27 +37,27 @@ class Storage:
     min_elements: int
 
     def keys(self, state: str) -> tuple[str, ...]:
-        """What a state of that name stands under, the tensor of the parameter's shape first."""
+        """The keys of a state of that name, the tensor of the parameter's shape first."""
         return (state,) if self.suffix is None else (state + self.suffix, f"{state}_scale")
 
     def scales(self, elements: int) -> int:
-        """How many scales so many elements have."""
+        """The number of scales of `elements` elements."""
         return -(-elements // self.block) if self.block else 0
 
     def nbytes(self, elements: int) -> int:
-        """What so many elements take, with their scales."""
+        """The bytes of `elements` elements, scales included."""
         return elements * self.bits // 8 + 4 * self.scales(elements)
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """A hyper-parameter: its `name` in the kernels, and what it is in a parameter group.
+    """A hyper-parameter: its `name` in the kernels, and its place in a parameter group.
 
     Attributes:
-        key: of a group; None: no group has it.
-        index: of the group's value, where that is a pair.
-        initial: where a group does not have it.
-        off: of a flag: it is set where the group has another value.
+        key: in a group; None if groups do not have it.
+        index: in the group's value, where that is a pair.
+        initial: the value where a group does not have the key.
+        off: the value of the group that leaves a flag off.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Hyper:
     off: float
 
     def of(self, group: Mapping[str, Any]) -> Any:
-        """What kernels are told. A rate that is a tensor stays one."""
+        """The value passed to the kernels. A learning rate that is a tensor is passed through."""
         if self.key is None or self.key not in group:
             return float(self.initial != self.off) if self.is_flag else self.initial
         value = group[self.key]
@@ -85,14 +85,13 @@ class Algorithm:
 
     Attributes:
         states: names of the states of a parameter's shape, in the kernel's order.
-        last_state_if: of a group; there is no last state where this is 0 or False.
-        filled_with: the argument of the constructor that fresh states are filled with.
+        last_state_if: a key of groups; where its value is 0 or False, the last state is left out.
+        filled_with: the constructor's argument that new states are filled with.
         storages: names of the storage types that its states may have.
-        uses_count: whether a step needs its number.
+        uses_count: whether a step needs the step count.
         numbers: names of the numbers that it keeps of each parameter, in addition to `states`.
-        follows_norms: of tensors, by itself.
-        has_scratch: its step has two stages, between which Python works on the memory that one
-            leaves to the other.
+        follows_norms: whether it scales the step of each tensor by norms.
+        has_scratch: whether its step has two stages, between which Python works on scratch memory.
     """
 
     name: str
@@ -114,7 +113,7 @@ class Algorithm:
 
     @property
     def starts_at_gradient(self) -> bool:
-        """A state that is not there says which step is the first: it then becomes the gradient."""
+        """Whether the last state starts as the first gradient, and is missing before it."""
         return self.last_state_if is not None and not self.uses_count
 
     def states_in(self, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -143,7 +142,7 @@ STORAGES = {name: Storage(name, **of) for name, of in _found["storages"].items()
 ALGORITHMS = {name: _algorithm(name, of) for name, of in _found["algorithms"].items()}
 # Hyper-parameters that a step can read on the device.
 READ_ON_DEVICE = tuple(_found["read_on_device"])
-# What a metered step counts of each row, in order; after these come the gradient's exponents.
+# The counts of a metered step for each row, in order; the gradient's exponents follow them.
 METER_COUNTS: tuple[str, ...] = tuple(_found["meter_counts"])
-# What a metered step's norms of updates are times.
+# The factor that a metered step's norms of updates contain.
 UPDATE_FACTOR: float = _found["update_factor"]

@@ -1,4 +1,4 @@
-"""What ampfuse's commands share: a parser with short errors, types of arguments, checks.
+"""Shared code of ampfuse's commands: a parser with short errors, types of arguments, checks.
 
 Nothing heavy is imported: ``--help`` must not wait for torch.
 """

@@ -15,7 +15,7 @@ def choose_device(name: str) -> torch.device:
     """The device `name` ("auto", "cpu", "cuda", "cuda:N"); a GPU becomes the current one.
 
     Raises:
-        UsageError: there is no such device.
+        UsageError: the device does not exist.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +45,7 @@ def device_name(device: torch.device) -> str:
 
 
 def built_for() -> str:
-    """What torch is built for: ``"CUDA 13.2"``, ``"ROCm 7.2.0"``, ``"MPS"``, ``"CPUs"``."""
+    """The platform of torch's build: ``"CUDA 13.2"``, ``"ROCm 7.2.0"``, ``"MPS"``, ``"CPUs"``."""
     if torch.version.hip or torch.version.cuda:
         return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     device = torch.accelerator.current_accelerator()
@@ -79,7 +79,7 @@ def covering_arch(archs: Iterable[str], capability: tuple[int, int]) -> str | No
 
 
 def no_kernels_for(platform: str) -> str:
-    """What to say of a device of a `platform` (``"ROCm 7.2.0"``, ``"MPS"``) without kernels."""
+    """The message about devices of a `platform` (``"ROCm 7.2.0"``, ``"MPS"``) without kernels."""
     return (
         f"ampfuse has kernels for NVIDIA GPUs and CPUs, not for {platform}: train on the CPU, or "
         "under torch.amp alone"

@@ -296,7 +296,7 @@ class GraphedStep:
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """What skipped steps change is put back: buffers, random numbers, scalers, step state."""
+        """Restore buffers, random numbers, scalers and step state at the end of the block."""
         device = self._captured.device
         tensors = [*self._buffers.values(), *self._scaling_tensors(), self._captured.step_state()]
         saved = [tensor.detach().clone() for tensor in tensors]
@@ -315,8 +315,8 @@ class GraphedStep:
         return [scaler._scale, scaler._growth_tracker, scaler._hysteresis_tracker]
 
     def _as_captured(self) -> dict[str, Any]:
-        """What needs a new capture if it changes: memory, and settings that kernels got as numbers
-        or that decided which kernels there are."""
+        """Everything that needs a new capture if it changes: memory, and settings that kernels got
+        as numbers or that chose the kernels."""
         found = self._captured.fixed()
         for name, buffer in self._buffers.items():
             found[f"the memory of buffer {name}"] = buffer.data_ptr()
@@ -327,7 +327,7 @@ class GraphedStep:
 
 
 def _attentions(loss: Tensor) -> Counter[str]:
-    """How many kernels of which fused attention `loss` comes from, by their nodes in autograd."""
+    """The number of fused attentions in the graph of `loss`, by the names of their nodes."""
     found, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()

@@ -6,8 +6,8 @@
         scaled_loss.backward()
     optimizer.step()
 
-:mod:`~ampfuse.amp.policy` says what each level means. The loss scaler and the optimizers keep their
-state on the device; in none of these functions does the host wait, except where one reads a value.
+:mod:`~ampfuse.amp.policy` describes the levels. The loss scaler and the optimizers keep their state
+on the device; the host waits for it only in functions that return its values.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def __getattr__(name: str) -> Any:
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """What `optimizer` steps, in the order of its groups: FP32 masters where it has them.
+    """The tensors that `optimizer` steps, in the order of its groups, FP32 masters among them.
 
     After ``scale_loss`` their ``.grad`` is the unscaled gradient, so this is the set to clip.
     Masters have followed what was loaded into the model, or edited in it, since the last step.
 
     Raises:
-        TypeError: `optimizer` is something else, such as the model.
+        TypeError: `optimizer` is not an optimizer, such as the model.
     """
     check_optimizer(optimizer, "amp.master_params(optimizer)")
     sync_masters_from_model = getattr(optimizer, "sync_masters_from_model", None)
@@ -101,13 +101,13 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 def cast_everywhere() -> None:
     """Cast outside the models' ``forward`` too: in a ``loss()`` method, in a part called directly.
 
-    Where the latest ``initialize`` was at O1 or O4, autocast stays on in this thread, until the
-    next ``initialize``. At other levels, and with amp off, nothing changes. CPU tensors are left
-    alone while the model is on a GPU; so are other processes. :func:`disable_casts` excepts a
-    block; backward passes in ``scale_loss`` and steps are excepted always.
+    If the latest ``initialize`` was at O1 or O4, autocast stays on in this thread until the next
+    ``initialize``. At other levels, and with amp off, nothing changes. While the model is on a GPU,
+    CPU tensors are not cast; nor are casts made in other processes. :func:`disable_casts` excepts a
+    block. Backward passes in ``scale_loss`` and steps are always excepted.
 
     Raises:
-        RuntimeError: there was no ``initialize``.
+        RuntimeError: ``initialize`` was not called.
 
     Source: the reach of ``apex.amp`` at O1.
     """
@@ -118,11 +118,11 @@ def cast_everywhere() -> None:
 def restore_torch() -> None:
     """Undo what ampfuse has changed in torch in this process, after a training.
 
-    This is autocast, where :func:`cast_everywhere` has left it on in this thread; functions that
-    ``register_..._function`` replaced; ``DistributedDataParallel.no_sync``; and the CPU's kernels
-    for half types (:func:`ampfuse.cpu_half_ops`). Later replacements by other code stay. Models and
-    optimizers keep their level, and the next ``initialize`` replaces again what it needs.
-    The page docs/what_it_changes.md has the whole list.
+    It turns off autocast that :func:`cast_everywhere` has left on in this thread, and restores
+    functions that ``register_..._function`` replaced, ``DistributedDataParallel.no_sync``, and the
+    CPU's kernels for half types (:func:`ampfuse.cpu_half_ops`). Later replacements by other code
+    stay. Models and optimizers keep their level, and the next ``initialize`` replaces again what it
+    needs. The page docs/what_it_changes.md has the whole list.
     """
     _sessions.end_everywhere()
     _function_casts.restore_registered()
@@ -139,7 +139,7 @@ def clip_grad_norm_(optimizer: Optimizer, max_norm: float) -> Tensor:
         The norm of the unscaled gradients before clipping: float32, 0-dim, on the device.
 
     Raises:
-        TypeError: `optimizer` is something else, such as the model's parameters.
+        TypeError: `optimizer` is not an optimizer, such as the model's parameters.
     """
     check_optimizer(optimizer, "amp.clip_grad_norm_(optimizer, max_norm)")
     if hasattr(optimizer, "clip_next_step"):
@@ -157,7 +157,7 @@ def state_dict(
     Masters and moments are in ``optimizer.state_dict()``. Waits for the device.
 
     Raises:
-        RuntimeError: there was no ``initialize``.
+        RuntimeError: ``initialize`` was not called.
     """
     state = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(_session(optimizer).loss_scalers):

@@ -34,7 +34,7 @@ from ampfuse.torch_utils import HALF_DTYPES, outside_dynamo, skip_frames
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """What ``forward`` does around the original; None = leave as it is."""
+    """The casts that ``forward`` makes around the original; None: no cast."""
 
     inputs: torch.dtype | None = None
     autocast: torch.dtype | None = None
@@ -101,7 +101,7 @@ class AmpModule(WrappedForward):
             del self.__dict__["_amp_inner_forward"]
 
     def __prepare_scriptable__(self) -> Any:
-        """What ``torch.jit.script`` calls first.
+        """Hook that ``torch.jit.script`` calls first.
 
         Raises:
             TypeError: always. Scripting the original ``forward`` would lose the casts silently.
@@ -192,7 +192,7 @@ def _cast_forward(
 
 
 def _device_type(model: nn.Module, arguments: Any) -> str:
-    """Where the model computes: where its weights are, or (DataParallel's replicas) its inputs."""
+    """The device type of the model: of its weights or, for DataParallel's replicas, its inputs."""
     weights = itertools.chain(model.parameters(), model.buffers())
     first = next(weights, None)
     if first is None:
@@ -227,7 +227,7 @@ def _stays_float32(module: nn.Module, keep_batchnorm_fp32: bool) -> bool:
 
 
 def warn_of_range(model: nn.Module, policy: Policy) -> None:
-    """Warn of finite parameters of which the cast to float16 will make inf. Waits once."""
+    """Warn of finite parameters that become inf when cast to float16. Waits once."""
     largest = {
         f"{prefix}.{name}" if prefix else name: torch.linalg.vector_norm(
             local(param).detach(), math.inf
@@ -278,14 +278,14 @@ def is_affine_batch_norm(module: nn.Module) -> bool:
 
 
 def _is_loss(module: nn.Module) -> bool:
-    """A loss of torch's, or of the user's made like one; not if it holds other modules."""
+    """Whether it is a loss module of torch's kind without modules of its own."""
     return isinstance(module, nn.modules.loss._Loss) and not module._modules
 
 
 def save_in_float32(model: nn.Module) -> None:
-    """Have ``state_dict()`` of `model` and of its parts hold FP32 copies of half entries.
+    """Make ``state_dict()`` of `model` and of its parts return FP32 copies of half entries.
 
-    So a checkpoint does not depend on the level it was trained at. ``load_state_dict`` casts back.
+    Checkpoints then do not depend on the level. ``load_state_dict`` casts back.
     """
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; its parent's covers it

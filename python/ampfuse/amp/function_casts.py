@@ -1,13 +1,13 @@
-"""Say in which type a function of one's own computes at O1 and O4::
+"""Choose the type in which a user's function computes at O1 and O4::
 
     @amp.float_function
     def my_loss(logits, target): ...
 
     amp.register_float_function(torch, "sigmoid")  # before amp.initialize
 
-Autocast does not look into an extension's functions, and an operation may need another type in one
-program than in most. These cast where autocast is on: in ``forward`` at O1 and O4, and outside
-after :func:`~ampfuse.amp.cast_everywhere`. Elsewhere they do nothing.
+Autocast does not know an extension's functions, and a program may need another type for an
+operation than most. These functions cast where autocast is on: in ``forward`` at O1 and O4, and
+outside after :func:`~ampfuse.amp.cast_everywhere`. Elsewhere they do nothing.
 """
 
 from __future__ import annotations
@@ -37,45 +37,44 @@ def half_function(function: Function) -> Function:
 
 
 def bfloat16_function(function: Function) -> Function:
-    """As :func:`half_function`, with bfloat16."""
+    """Decorator like :func:`half_function`, with bfloat16."""
     return _casting(function, lambda tensors: torch.bfloat16)
 
 
 def float_function(function: Function) -> Function:
-    """As :func:`half_function`, with float32."""
+    """Decorator like :func:`half_function`, with float32."""
     return _casting(function, lambda tensors: torch.float32)
 
 
 def promote_function(function: Function) -> Function:
-    """As :func:`half_function`, with the widest type among the arguments."""
+    """Decorator like :func:`half_function`, with the widest type among the arguments."""
     return _casting(function, _widest)
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have ``module.name`` (a module's or a class's) be a :func:`half_function` from the next
-    ``amp.initialize`` at O1 or O4 on.
+    """Make ``module.name`` a :func:`half_function` from the next ``amp.initialize`` at O1 or O4 on.
 
-    A function of torch's registered so computes in that type whatever the level's own rule for it.
-    Callers that took the function from `module` before are not reached.
+    `module` is a module or a class. The type takes precedence over the level's rule for a function
+    of torch. Code that took the function from `module` before keeps the original.
 
     Raises:
-        ValueError: `module` has no such attribute.
+        ValueError: `module` does not have the attribute.
     """
     _register(module, name, half_function)
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """As :func:`register_half_function`, for :func:`bfloat16_function`."""
+    """Register a :func:`bfloat16_function`, like :func:`register_half_function`."""
     _register(module, name, bfloat16_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """As :func:`register_half_function`, for :func:`float_function`."""
+    """Register a :func:`float_function`, like :func:`register_half_function`."""
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """As :func:`register_half_function`, for :func:`promote_function`."""
+    """Register a :func:`promote_function`, like :func:`register_half_function`."""
     _register(module, name, promote_function)
 
 
@@ -119,7 +118,7 @@ _installed = Replacements()
 
 
 def install_registered() -> None:
-    """Put the functions registered since the last call in place, each once. For ``initialize``."""
+    """Install the functions registered since the last call, each once. For ``initialize``."""
     for module, name, decorate in _pending:
         function = getattr(module, name)
         if getattr(function, "_amp_registered_by", None) is not decorate:
@@ -130,7 +129,7 @@ def install_registered() -> None:
 
 
 def install_once(module: Any, name: str, decorate: Callable[[Any], Any]) -> None:
-    """Have ``module.name`` be what `decorate` makes of it, unless something has taken its place."""
+    """Replace ``module.name`` by ``decorate(module.name)``, unless it is installed already."""
     if (module, name) not in _installed:
         _installed.replace(module, name, decorate(getattr(module, name)))
 
@@ -142,7 +141,7 @@ def restore_registered() -> None:
 
 @contextlib.contextmanager
 def registered_for_now() -> Iterator[None]:
-    """What the block installs is undone after it, and is waiting for ``initialize`` again."""
+    """Undo after the block what it installs; the next ``initialize`` installs it again."""
     global _pending, _installed
     before = _pending, _installed
     _pending, _installed = list(_pending), Replacements()

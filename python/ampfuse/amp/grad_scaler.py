@@ -1,4 +1,4 @@
-"""``ampfuse.GradScaler``: torch's GradScaler, without the extra pass and without the wait."""
+"""``ampfuse.GradScaler``: torch's GradScaler without its extra pass and its synchronization."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class GradScaler(torch.amp.GradScaler):
     With an optimizer of ``ampfuse.optim`` (or one that went through ``amp.initialize``) ``step``
     is the optimizer's own: it inspects, unscales, clips and updates without another pass over the
     gradients and without the host waiting. FP32 gradients read unscaled afterwards, unless the
-    optimizer was built with ``unscale_grads=False``. For other optimizers
-    it is torch's.
+    optimizer was built with ``unscale_grads=False``. For other optimizers it is torch's.
 
-    What else differs from torch's:
+    Other differences from torch's:
 
     - FP16 gradients of these optimizers are supported. ``unscale_`` replaces half gradients by FP32
       ones, since rounding them back would lose what scaling has saved (1e-3 / 65536 is 0 in FP16).
@@ -128,7 +127,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _step_other(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """torch's step of the scaler, for third-party optimizers and custom steps."""
+        """Run torch's ``GradScaler.step``, for third-party optimizers and custom steps."""
         state = self._per_optimizer_states[id(optimizer)]
         scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
         if state["stage"] is OptState.READY and not scales_itself:
@@ -151,7 +150,7 @@ class GradScaler(torch.amp.GradScaler):
             The norm of the unscaled gradients before clipping: float32, 0-dim, on the device.
 
         Raises:
-            TypeError: `optimizer` is something else, such as the model's parameters.
+            TypeError: `optimizer` is not an optimizer, such as the model's parameters.
         """
         check_optimizer(optimizer, "scaler.clip_grad_norm_(optimizer, max_norm)")
         scale = None

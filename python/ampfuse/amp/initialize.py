@@ -87,7 +87,7 @@ def initialize(
         models: a module, or a list or tuple of modules, on any device.
         optimizers: one, a list or tuple of them, or None (inference).
         enabled: False changes nothing and makes every amp call pass its arguments through.
-        opt_level: "O0" to "O5"; :mod:`ampfuse.amp.policy` says what each means.
+        opt_level: "O0" to "O5"; see :mod:`ampfuse.amp.policy`.
         cast_model_type: cast weights and inputs to this type; False = do not cast.
         patch_torch_functions: run ``forward`` under autocast (the name is apex's).
         keep_batchnorm_fp32: leave batch norms that have weights in FP32; bool or its string.
@@ -116,7 +116,7 @@ def initialize(
             DistributedDataParallel; an optimizer that is initialized already, or optimizers that
             hold no parameter of the models; parameters on the meta device, or on one without
             kernels; trainable half parameters at a level that expects FP32 ones.
-        TypeError: `models` or `optimizers` are something else; parameters of a type that the
+        TypeError: `models` or `optimizers` have another type; parameters of a type that the
             optimizers do not support (float64, complex, tensors without memory of their own).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`;
             a level in the place of `enabled`.
@@ -252,7 +252,7 @@ def set_up(
 
 
 def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
-    """What :func:`initialize` does for ``enabled=False``."""
+    """Implement :func:`initialize` with ``enabled=False``."""
     sessions.set_latest(session)
     for item in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         if isinstance(item, Optimizer):  # the argument was not checked
@@ -290,7 +290,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _check_half_parameters(models: list[nn.Module], policy: Policy, allow: bool) -> None:
-    """Half parameters, except those that an earlier call at such a level made, lack digits."""
+    """Raise or warn for half parameters, unless an earlier call at such a level made them."""
     installed = [model for model in models if is_installed(model)]
     made = {id(p) for _, p in _named_parameters(installed) if p.dtype == policy.weights_type}
     half = [

@@ -43,7 +43,7 @@ unwatch = _replaced.put_back
 
 @torch.no_grad()
 def average_earlier(optimizers: Sequence[Any]) -> list[Any]:
-    """As a pass of `optimizers` begins, average earlier gradients if this pass is synchronised.
+    """Average earlier gradients at the start of a pass of `optimizers` that is synchronised.
 
     Returns:
         The process groups that must share the overflow flags of the pass.

@@ -1,4 +1,4 @@
-"""What each optimization level means, and which overrides it allows.
+"""The optimization levels, and the overrides that each allows.
 
 A level is a frozen dataclass: a row of the table below and a sentence. :func:`make_policy` takes
 the level's row, puts the caller's overrides over it and checks the result, so what is judged is

@@ -31,7 +31,7 @@ P = ParamSpec("P")
 
 
 class _Block(contextlib._GeneratorContextManager[Tensor]):
-    """What ``scale_loss`` returns: for a ``with`` statement, and not itself a loss."""
+    """The result of ``scale_loss``, which is for a ``with`` statement and is not a loss."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -41,7 +41,7 @@ class _Block(contextlib._GeneratorContextManager[Tensor]):
 
 
 def loss_block(function: Callable[P, Any]) -> Callable[P, _Block]:
-    """``contextlib.contextmanager``, whose result says so where the ``with`` was left out."""
+    """Decorator: ``contextlib.contextmanager`` whose result explains a missing ``with``."""
     return functools.wraps(function)(lambda *args, **kwargs: _Block(function, args, kwargs))
 
 
@@ -130,7 +130,7 @@ def scale_loss(
 
 
 def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Any]]:
-    """What ``scale_loss`` works with. Where amp is off, `optimizers` may be anything."""
+    """The session and the list of optimizers. With amp off, `optimizers` may be anything."""
     ones = (Optimizer, nn.Module, Tensor)
     is_one = isinstance(optimizers, ones) or not isinstance(optimizers, Iterable)
     listed = [optimizers] if is_one else list(optimizers)
@@ -150,7 +150,7 @@ def scaled_pass(
     delay_unscale: bool,
     delay_overflow_check: bool,
 ) -> Iterator[Tensor]:
-    """One backward pass of `optimizers` with `scaler`; see :func:`scale_loss`."""
+    """Block with a backward pass of `optimizers` and `scaler`; see :func:`scale_loss`."""
     check = scaler.dynamic and not delay_overflow_check
     scale = scaler.snapshot(loss.device)  # that of this pass, whatever another one does meanwhile
     begun: list[Any] = []
@@ -196,7 +196,7 @@ def scaled_pass(
 
 
 class _Watch:
-    """A hook of the scaled loss: does its backward pass come, and within the block?"""
+    """A hook of the scaled loss, which records whether its backward pass came within the block."""
 
     was_used = is_over = False
 
@@ -210,7 +210,7 @@ class _Watch:
 
 
 def _warn_of_missing_casts(level: str) -> None:
-    """Once: what was computed outside every ``forward`` was not cast."""
+    """Warn, once, that nothing was cast because no ``forward`` ran."""
     cast_state.note_forward()
     warnings.warn(
         f"{level} casts inside the forward() of the models passed to amp.initialize, and none of "

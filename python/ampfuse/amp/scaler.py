@@ -22,7 +22,7 @@ DEFAULT_MIN_SCALE = 2.0**-24
 
 
 class ScaleRule(NamedTuple):
-    """How a loss scale adapts: as ``_C.update_scale`` takes it."""
+    """The rule by which a loss scale adapts, in the order of ``_C.update_scale``."""
 
     growth_factor: float
     backoff_factor: float

@@ -1,4 +1,4 @@
-"""What one call of ``initialize`` set up: its policy and its loss scalers.
+"""The session of one call of ``initialize``: its policy and its loss scalers.
 
 A session is an attribute of its optimizers (``optimizer._amp_session``), so the results of several
 calls are independent. The only global is a reference to the latest one, for ``amp.state_dict()``.
@@ -93,7 +93,7 @@ def latest() -> Session:
     """The session of the latest ``initialize``.
 
     Raises:
-        RuntimeError: there was none.
+        RuntimeError: ``initialize`` was not called.
     """
     if _latest is None:
         raise RuntimeError("Call amp.initialize first.")

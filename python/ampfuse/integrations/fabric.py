@@ -22,7 +22,7 @@ _NAMES |= {"O4": "bf16-mixed", "O5": "bf16-true"}
 
 
 class Levels:
-    """What both plugins share. They take the arguments of :func:`ampfuse.amp.initialize`.
+    """Base of both plugins, which take the arguments of :func:`ampfuse.amp.initialize`.
 
     Raises RuntimeError for an unknown level; what is wrong with another argument, ``initialize``
     says when the training is set up.
@@ -44,7 +44,7 @@ class Levels:
         return amp.master_params(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the loss scaler. Empty before there are optimizers."""
+        """The loss scaler's state. Empty before there are optimizers."""
         return amp.state_dict(optimizer=self._optimizers[0]) if self._optimizers else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ class AmpFuse(Levels, Precision):
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """What is called in `module`, as far as it has parameters."""
+    """The parts of `module` that are called and have parameters."""
     for child in module.children():
         if type(child).forward is nn.Module.forward:
             yield from _parts(child)

@@ -130,8 +130,8 @@ class LinearCrossEntropy(nn.Linear):
         ignore_index, reduction, label_smoothing: as in :func:`ampfuse.nn.cross_entropy`.
         block_rows: rows whose logits are held at a time; None: as many as have 16 million.
 
-    Source: Cut Cross-Entropy (Wijmans et al. 2024) and Liger Kernel (Hsu et al. 2024), which make
-    the gradients in the forward pass; a loss scale is not known there.
+    Source: Cut Cross-Entropy (Wijmans et al. 2024) and Liger Kernel (Hsu et al. 2024), which both
+    make the gradients in the forward pass, where the loss scale is not known.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What every optimizer under amp shares: skip decisions and state dicts.
+"""The base of all optimizers under amp: skip decisions and state dicts.
 
 `AmpOptimizer` goes in front of a ``torch.optim.Optimizer``. Fused optimizers replace its step
 (fused.py); any other optimizer keeps its own (upgrade.py).
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim import checkpoints
-from ampfuse.optim.gradients import WithGradients
+from ampfuse.optim.gradients import ScaledGradients
 from ampfuse.optim.last_step import REASONS, LastStep, SkipWatch, skipped_steps
 from ampfuse.optim.masters import MASTERS, has_begun
 from ampfuse.optim.options import RULES
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ampfuse.optim.larc import Layerwise
 
 
-class AmpOptimizer(WithGradients):
+class AmpOptimizer(ScaledGradients):
     """An optimizer that amp can scale, inspect and skip, in front of a class of torch's or others'.
 
     The rest of ampfuse uses its public methods. The private attributes have names that a
@@ -44,7 +44,7 @@ class AmpOptimizer(WithGradients):
     skip_on_overflow: bool = True
     # Whether a non-finite gradient skips the step where `skip_nonfinite` is None.
     skip_by_default: bool = False
-    # Whether the last step was one that could be skipped; else nobody has to wait for the answer.
+    # Whether the last step could be skipped. If False, callers need not synchronize to find out.
     may_have_skipped: bool = False
 
     # A subclass of a fused optimizer overrides `step`, and keeps its own state.
@@ -90,20 +90,20 @@ class AmpOptimizer(WithGradients):
         return ALGORITHMS[self._algorithm]
 
     def algorithm_in(self, group: dict[str, Any]) -> Algorithm:
-        """That of the kernel for the parameters of a group."""
+        """The extension's description of the kernel for the parameters of a group."""
         return self.algorithm
 
     @property
     def last_step(self) -> LastStep:
-        """What the last step decided; see :class:`LastStep`."""
+        """The decisions of the last step; see :class:`LastStep`."""
         return LastStep(self.param_table())
 
     @property
     def skipped_steps(self) -> dict[str, Tensor]:
-        """How many steps were skipped, by reason: ``"nonfinite"`` and ``"spike"``.
+        """The number of skipped steps by reason: ``"nonfinite"`` and ``"spike"``.
 
-        float64 and 0-dim, copied on the parameters' device; only reading a value waits. They count
-        on in a training that is resumed from ``state_dict()``.
+        float64 and 0-dim, copied on the parameters' device; only reading a value waits. A training
+        that is resumed from ``state_dict()`` continues the counts.
         """
         return skipped_steps(self.param_table())
 
@@ -172,8 +172,10 @@ class AmpOptimizer(WithGradients):
         self.sync_masters_from_model()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, plus masters for each parameter that has one, and ``step_history`` (float64):
-        how many steps were skipped, and what `skip_spikes` knows.
+        """The state dict of torch's optimizer, with masters and ``step_history``.
+
+        ``step_history`` (float64) holds the numbers of skipped steps and the statistics of
+        `skip_spikes`.
 
         The tensors are the optimizer's own: the dict takes no memory, and the next step changes
         them. A whole master is ``master_param`` (float32). A split one is ``master_remainder``
@@ -198,7 +200,7 @@ class AmpOptimizer(WithGradients):
         return checkpoints.in_float32(self, self.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, without rounding FP32 state to a half parameter's type.
+        """Load a state dict, like torch's, but without rounding FP32 state to half precision.
 
         Accepts state dicts of the torch optimizer of the same name and, with or without masters,
         of ampfuse with any storage type; states are converted to this optimizer's. Masters that are

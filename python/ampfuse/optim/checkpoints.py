@@ -30,8 +30,8 @@ from ampfuse.optim.sharding import is_sharded, on_shards
 from ampfuse.optim.state import FP32, Stored
 from ampfuse.torch_utils import HALF_DTYPES
 
-# The key of what an optimizer's steps have been; torch.distributed.checkpoint, which saves states
-# and groups alone, has it in the first group.
+# The key of the step history. torch.distributed.checkpoint only saves states and groups, and finds
+# it in the first group.
 HISTORY = "step_history"
 
 
@@ -144,7 +144,7 @@ def _take_history(saved: dict[str, Any], groups: list[dict[str, Any]]) -> Any:
 
 
 def _as_loaded(optimizer: Any, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """The group that `saved` becomes when it replaces `group`, whose own choices stay."""
+    """The group after `saved` was loaded into `group`: `saved` with the choices of `group`."""
     choices = optimizer._group_choices
     own = {key: group[key] for key in choices if key in group}
     return {key: value for key, value in saved.items() if key not in choices} | own

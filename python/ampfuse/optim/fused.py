@@ -48,7 +48,7 @@ class FusedOptimizer(AmpOptimizer):
     # The kernel of each class, by its name.
     kinds: ClassVar[dict[str, str]] = {}
     _replaces: type[torch.optim.Optimizer] | None = None
-    # Whether a step leaves half gradients unscaled too, rounded.
+    # Whether a step also unscales half gradients, with rounding.
     _unscales_half = False
     # The step count of a parameter without a state.
     _first_step = 0
@@ -118,7 +118,7 @@ class FusedOptimizer(AmpOptimizer):
             self._replaces.__init__(self, params, **arguments)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As usual, but ValueError for an option's wrong value, or one that came too late."""
+        """Set an attribute; ValueError for an option's wrong value, or one that comes too late."""
         if name == "state":  # torch assigns it, and users may
             if not isinstance(value, StateOfParameters):
                 value = StateOfParameters(dict, value)
@@ -183,7 +183,7 @@ class FusedOptimizer(AmpOptimizer):
     @dynamo_disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; see the class for what it does with masters, clipping and overflow.
+        """Make one step; see the class for masters, clipping and overflow.
 
         Arguments:
             closure: reevaluates the model under ``torch.enable_grad`` and returns the loss.
@@ -218,7 +218,7 @@ class FusedOptimizer(AmpOptimizer):
         meter = self._meter if self._rehearsal is None else None
         metered = meter.before_update(table) if meter is not None else None
         skipped = self._rows.plan.update(
-            **self._skip_decision(max_norm), meter=metered, between=self._stages()
+            **self._skip_decision(max_norm), meter=metered, between=self._between_stages()
         )
         self.clip_once = None
         if meter is not None and metered is not None:
@@ -236,15 +236,15 @@ class FusedOptimizer(AmpOptimizer):
             self._rows.forget()
             self.__class__ = kind
 
-    def _stages(self) -> Callable[[list[int]], Callable[[], None]] | None:
-        """The function that a step calls between its two stages, for `StepPlan.update`, or None.
+    def _between_stages(self) -> Callable[[list[int]], Callable[[], None]] | None:
+        """The function that `StepPlan.update` calls between the two stages of a step, or None.
 
-        Called before the first stage, when the rows of such algorithms need scratch memory.
+        Called before the first stage, which needs the scratch memory of such algorithms' rows.
         """
         return None
 
     def _collect(self) -> tuple[ParamTable, list[int]] | None:
-        """Give the table all that the step needs: the table, and rows with a gradient but no state.
+        """The table, ready for a step, and the rows with a gradient but no state.
 
         None if the groups are empty.
         """

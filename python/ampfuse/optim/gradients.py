@@ -1,7 +1,7 @@
 """Masters, and gradients between backward and step: scaled, unscaled, delayed.
 
-The gradients themselves are in the extension's ``GradientLedger``; csrc/torch/gradient_ledger.h
-lists the states of one.
+The extension's ``GradientLedger`` keeps the gradients; csrc/torch/gradient_ledger.h lists their
+states.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ampfuse._C import ParamTable
 
 
-class WithGradients(Optimizer):
-    """An optimizer that takes in backward passes whose gradients carry a loss scale."""
+class ScaledGradients(Optimizer):
+    """Mixin of optimizers that accept gradients multiplied by a loss scale."""
 
     # An amp.scale_loss block of this optimizer is open.
     in_backward = False
@@ -46,7 +46,7 @@ class WithGradients(Optimizer):
     _under_amp: bool = False
     # ampfuse.GradScaler runs the step; torch's does not see masters.
     _scaler_is_ours = False
-    # That of earlier steps, until there is a table.
+    # The history of earlier steps, until there is a table.
     _step_history: Tensor | None = None
     # A swap_ema block is open.
     _swapped = False
@@ -75,7 +75,7 @@ class WithGradients(Optimizer):
     def go_under_amp(
         self, *, master_weights: bool | Literal["split"], names: dict[int, str]
     ) -> None:
-        """What :func:`ampfuse.optim.upgrade` does once the class is right."""
+        """Last part of :func:`ampfuse.optim.upgrade`, after the change of class."""
         rows = self._rows
         rows.forget()
         self._under_amp, self.skip_by_default = True, False
@@ -86,7 +86,7 @@ class WithGradients(Optimizer):
             unscale_on_access(param, self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; under amp half-precision parameters of the group get FP32 masters."""
+        """Add a group, like torch's; under amp its half-precision parameters get FP32 masters."""
         super().add_param_group(param_group)
         self._rows.make_masters(anew=True)
 
@@ -130,7 +130,7 @@ class WithGradients(Optimizer):
 
     @dynamo_disable
     def end_backward(self, scale: Tensor, check: bool, delay: bool = False) -> bool:
-        """Take in a pass whose gradients carry `scale` (float32, 0-dim): inspect and unscale.
+        """Inspect and unscale the gradients of a pass, which carry `scale` (float32, 0-dim).
 
         Arguments:
             check: look for inf and NaN.
@@ -148,7 +148,7 @@ class WithGradients(Optimizer):
 
     @dynamo_disable
     def check_gradients(self) -> None:
-        """Raise RuntimeError or TypeError for a gradient that no step takes."""
+        """Raise RuntimeError or TypeError for a gradient that a step does not support."""
         self._rows.known().gradients.check()
 
     def cancel_backward(self) -> None:
@@ -229,7 +229,7 @@ class WithGradients(Optimizer):
 
     @dynamo_disable
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; also drops what amp holds of earlier passes."""
+        """Reset the gradients, like torch's, and those that amp keeps of earlier passes."""
         if self._rows.are_used():
             self.param_table().gradients.zero_grad(set_to_none)
         else:

@@ -1,4 +1,4 @@
-"""What the steps decided, and messages about skipped ones; nothing here waits by itself."""
+"""The decisions of steps, and messages about skipped ones; nothing here waits by itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _copy_of(field: str) -> Callable[[Any], Tensor]:
 
 
 class LastStep:
-    """What an optimizer's last step decided, as device tensors; only reading a value waits.
+    """The decisions of an optimizer's last step, as device tensors; only reading a value waits.
 
     Each is a 0-dim tensor on the parameters' device, copied when it is asked for.
 
@@ -65,7 +65,7 @@ class LastStep:
     loss_scale = property(_copy_of("loss_scale"))
 
     def overflow(self) -> dict[str, Any] | None:
-        """Where the latest overflow was, or None if there was none. Waits for the device.
+        """The place of the latest overflow, or None if there was none. Waits for the device.
 
         Returns:
             ``parameter`` (name of the first parameter whose gradient was not finite), ``kind``

@@ -64,7 +64,11 @@ def leaf_of(param: Tensor) -> Tensor:
 
 
 class _SameKey(Tensor):
-    """What ``==`` of a weight and its master gives, element by element: true as a whole."""
+    """The result of ``weight == master``, element by element; ``bool()`` of it is True.
+
+    A dict or set that holds a master then finds it by its weight: ``dict.__getitem__`` and
+    ``set.__contains__`` call ``bool(key == other)`` for keys of the same hash.
+    """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -75,9 +79,10 @@ class _SameKey(Tensor):
 class _LazyGradParameter(torch.nn.Parameter):
     """A parameter that tells its optimizer when ``.grad`` is read or set.
 
-    As keys of a dict or in a set a master and its weight are equal. So code that looks up a model's
-    parameters in an optimizer, such as torch.distributed.checkpoint, finds the masters in its
-    groups and their states; and no optimizer accepts both.
+    As keys of a dict or in a set a master and its weight are equal. Code that looks up a model's
+    parameters in an optimizer then finds the masters in its groups, and their states:
+    ``get_optimizer_state_dict`` in torch.distributed.checkpoint.state_dict does. And
+    ``Optimizer.add_param_group``, which looks for duplicates in a set, does not accept both.
     """
 
     __hash__ = torch.nn.Parameter.__hash__
@@ -156,7 +161,7 @@ class MasterParameter(_LazyGradParameter):
         return id(weight if type(weight) in (torch.nn.Parameter, ModelParameter) else self)
 
     def set_owner(self, optimizer: Any) -> None:
-        """Set the owner, once: an optimizer that wraps another is first, and has the gradients."""
+        """Set the owner, once: of an optimizer and one that it wraps, the outer one comes first."""
         if self._owner() is None:
             self._owner = weakref.ref(optimizer)
             unscale_on_access(self.model_param, optimizer)

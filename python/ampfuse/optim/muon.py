@@ -58,7 +58,7 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
     load both ways.
 
     Unlike torch's it takes all parameters of a model, in one step that is skipped or clipped as a
-    whole: ``Muon(ampfuse.optim.muon_groups(model), lr=0.02)``. A parameter group may say:
+    whole: ``Muon(ampfuse.optim.muon_groups(model), lr=0.02)``. Options of a parameter group:
 
     - ``algorithm``: ``"muon"``, the default, or ``"adamw"``, with AdamW's ``betas``, ``eps``,
       ``weight_decay`` and ``amsgrad``, whose defaults are torch's;
@@ -127,7 +127,7 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
                 )
             matrices_of(_meta(param) if is_sharded(param) else param.detach(), group)
 
-    def _stages(self) -> Callable[[list[int]], Callable[[], None]]:
+    def _between_stages(self) -> Callable[[list[int]], Callable[[], None]]:
         """Give Muon's rows scratch memory, which is orthogonalized between the two stages."""
         rows, table = self._rows, self._rows.known()
         scratch = {
@@ -508,7 +508,7 @@ class _Weight:
         return None
 
     def _queries(self, name: str, outputs: int, inputs: int) -> Iterator[tuple[int, str]]:
-        """How many outputs may be queries, and the reason; keys and values share the rest."""
+        """Possible numbers of queries, with reasons; keys and values share the other outputs."""
         heads, keys, size = map(self._number, (_HEADS, _KV_HEADS, _HEAD_DIM))
         if heads:
             size = size or (outputs // (heads + 2 * keys) if keys else inputs // heads)

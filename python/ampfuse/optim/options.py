@@ -75,7 +75,7 @@ class Options(TypedDict, total=False):
 
 
 class Rule(NamedTuple):
-    """What a value must be: `accepts`, which may raise for a wrong type, and its description."""
+    """A condition on a value, and its description; `accepts` may raise for a wrong type."""
 
     accepts: Callable[[Any], bool]
     words: str
@@ -98,7 +98,7 @@ COUNT = Rule(lambda value: 0 <= value < math.inf, "a finite number of at least 0
 
 
 def check(name: str, value: Any, rule: Rule) -> None:
-    """Raise ValueError, which says `name`, for a value that breaks `rule`."""
+    """Raise ValueError, which names `name`, for a value that breaks `rule`."""
     try:
         is_valid = rule.accepts(value)
     except (AttributeError, RuntimeError, TypeError, ValueError):  # such as "1" > 0

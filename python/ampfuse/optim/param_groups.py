@@ -128,7 +128,7 @@ class Component:
 
 
 class _Sent(NamedTuple):
-    """What was sent to the table for a group."""
+    """The values of a group that were sent to the table."""
 
     rows: tuple[int, int] = (0, 0)
     size: int = 0  # the number of keys in the group

@@ -1,4 +1,4 @@
-"""The state of fused optimizers: how it is stored, and what the table has of it."""
+"""The state of fused optimizers: its storage, and its tensors in the table."""
 
 from __future__ import annotations
 
@@ -132,8 +132,9 @@ _Kept = tuple[str, tuple[str, ...]]
 class StateOfParameters(defaultdict[Tensor, Any]):
     """``optimizer.state`` of a fused optimizer: ``bool(state)`` makes all states and is True.
 
-    torch.distributed.checkpoint asks for it before it reads an optimizer, or loads into the states
-    that it finds. Without any it would make a step with gradients of zero.
+    ``_init_optim_state`` in torch.distributed.checkpoint.state_dict evaluates it, before an
+    optimizer is read or states are loaded into it. If it were False, that function would make a
+    step with gradients of zero. For users, ``len(state)`` makes no states.
     """
 
     states: States | None = None
@@ -149,8 +150,8 @@ class States(Component):
     """Binds the tensors of ``optimizer.state`` to the table of an optimizer.
 
     Attributes:
-        are_bound: the table has the tensors that were in ``state`` at the last look.
-        are_shown: all states were asked for, with their step counts.
+        are_bound: whether the table has the tensors that were in ``state`` at the last look.
+        are_shown: whether all states were asked for, with their step counts.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -185,7 +186,7 @@ class States(Component):
         return name
 
     def wanted(self) -> list[_Kept]:
-        """What the groups ask for: storage types, and names of states."""
+        """The storage type and the names of states that each group asks for."""
         return list(map(self._wanted, self.optimizer.param_groups))
 
     def _wanted(self, group: dict[str, Any]) -> _Kept:
@@ -214,13 +215,13 @@ class States(Component):
                 self._table.set_states(row, None)
 
     def forget(self) -> None:
-        """There are new rows, so nothing is bound, and captured graphs are of others."""
+        """Unbind all states, as there are new rows; captured graphs belong to the old ones."""
         self._pinned, self.are_bound = {}, False
 
     # --- binding --------------------------------------------------------------------------------
 
     def bind(self) -> None:
-        """Give the table ``state`` after a load, a copy, an edit or new rows."""
+        """Bind ``state`` to the table, after a load, a copy, an edit or new rows."""
         self.discard_uninitialized()
         self._started = []
         optimizer, params = self.optimizer, self.optimizer._rows.params
@@ -241,7 +242,7 @@ class States(Component):
         self.remember()
 
     def remember(self) -> None:
-        """The table has everything that is in ``state`` now."""
+        """Note that the table has everything that is in ``state`` now."""
         self._table.remember(states=self.optimizer.state)
         self.are_bound = True
 

@@ -6,8 +6,8 @@ instance, written from the graph of its class's; layer and RMS norms, activation
 embeddings alone get one that is the same for all. So names, classes, state dicts, hooks and
 optimizers stay. A copy is fused like its original; a pickled model loads unfused.
 
-``trace.py`` makes the graphs and ``forwards.py`` what runs them. The other files are the ideas, one
-each: what is recognized, what is called in its place, and how a graph is changed.
+``trace.py`` makes the graphs and ``forwards.py`` the functions that run them. The other files each
+have one kind of fusion: what is recognized, what is called in its place, and how a graph changes.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _CALLS = {"activations": ("gelu", "silu"), "attention": ("permute",)}
 
 @dataclasses.dataclass
 class FusionReport:
-    """What :func:`fuse` did; ``print`` shows a line for each place.
+    """The result of :func:`fuse`; ``print`` shows a line for each place.
 
     Attributes:
-        fused: the norms, activations, splits and patch embeddings that are fused now, by name, and
-            with what; an activation that is not a module, and a split, by the name of the layer
-            before it.
-        left: those that are not, and why.
-        has_loss: whether the model computes its loss from half logits now.
-        skips_packing: whether it no longer searches for packed sequences where it gets no
+        fused: for each norm, activation, split and patch embedding that is fused, what it is fused
+            with, by name; an activation that is not a module, and a split, have the name of the
+            layer before them.
+        left: for each that is not fused, the reason.
+        has_loss: whether the model now computes its loss from half logits.
+        skips_packing: whether decoders no longer search for packed sequences in calls without
             ``position_ids``.
     """
 

@@ -53,7 +53,7 @@ def activation_of(module: nn.Module) -> str | None:
 
 
 def _activation_of_call(function: Any, kwargs: dict[str, Any]) -> str | None:
-    """As :func:`activation_of`, of a call of a function with one argument and `kwargs`."""
+    """The activation that `function` computes of one argument and `kwargs`; None if not fused."""
     if function is F.gelu and kwargs.keys() <= {"approximate"}:
         return _GELUS.get(kwargs.get("approximate", "none"))
     return "silu" if function is F.silu and not kwargs.get("inplace", False) else None

@@ -92,7 +92,7 @@ def replaceable_forward(module: nn.Module) -> tuple[Any, str]:
 
 
 def free_forward(module: nn.Module) -> tuple[Any, str]:
-    """As :func:`replaceable_forward`.
+    """The result of :func:`replaceable_forward`, whose attribute is free.
 
     Raises:
         Untraceable: the attribute is in use.

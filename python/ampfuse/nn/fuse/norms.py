@@ -1,4 +1,4 @@
-"""Norms: what a fused model calls in place of them, and how a graph gets it.
+"""Norms: their fused forms, and how a graph gets them.
 
 A batch norm takes with it an add and a ReLU, if nothing else reads the values between them
 (``norm_act``). A layer or RMS norm takes the add before it, whose sum others may read
@@ -73,7 +73,7 @@ def norm_act(
 
 
 class NormSpec(NamedTuple):
-    """What the ``forward`` of a class computes."""
+    """The layer or RMS norm that the ``forward`` of a class computes."""
 
     centered: bool = True
     eps: str = "eps"
@@ -97,7 +97,7 @@ _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 
 
 def norm_spec(norm: nn.Module) -> NormSpec | None:
-    """What `norm` computes; None if that has no fused form."""
+    """The specification of `norm`; None if it has no fused form."""
     cls = type(norm)
     if hasattr(norm, _LLAMA.eps):
         if cls not in _LIKE_LLAMA:
@@ -282,7 +282,7 @@ def _only_reads(node: fx.Node, value: fx.Node, root: nn.Module) -> bool:
 
 
 def _added_to(node: fx.Node, value: fx.Node) -> fx.Node | None:
-    """What `node` adds to `value`; None if it does something else, or writes to the other."""
+    """The other operand, if `node` adds it to `value` and does not write to it; else None."""
     if called(node) not in (*_ADDS, *_ADDS_IN_PLACE) or len(node.args) != 2 or node.kwargs:
         return None
     first, second = node.args
