@@ -63,7 +63,7 @@ class Case:
         return torch.convolution(x, w, bias, *self.options)
 
     def backward(self, dtype=None, wanted=(True, True, True)):
-        """Of x, weight and bias; where `dtype` is None, of what they are."""
+        """The gradients of x, weight and bias in `dtype`; None: in their own types."""
         dy, x, w = (t if dtype is None else t.to(dtype) for t in (self.dy, self.x, self.w))
         sizes = None if self.bias is None else list(self.bias.shape)
         mask = [*wanted[:2], wanted[2] and sizes is not None]

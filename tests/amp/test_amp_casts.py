@@ -1,4 +1,4 @@
-"""What a model computes at each level: weights, inputs, outputs, and the loss on them."""
+"""Computation at each level: weights, inputs, outputs, and the loss on them."""
 
 import collections
 import copy
@@ -641,7 +641,7 @@ def test_state_dict_is_fp32_and_loads_back_with_the_same_bits(level):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_what_is_written_into_a_state_dict_and_lost_is_told(level):
-    """As by an average of a copy; not where it was loaded, or was a copy."""
+    """An average of a copy does so; a dict that is loaded, or copied first, gives no warning."""
     model = net(level)
     average = copy.deepcopy(model)
 

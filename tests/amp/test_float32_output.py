@@ -1,8 +1,8 @@
-"""What models that compute in half return: float32 tensors to all that is done with them.
+"""Outputs of models that compute in half precision are float32 tensors in every use.
 
 Each use of an output is compared with the same use of a plain FP32 copy, which the same model makes
-with ``cast_model_outputs=torch.float32``: equal values, equal gradients of the weights. That a loss
-needs no such copy: test_half_logits.py.
+with ``cast_model_outputs=torch.float32``: equal values, equal gradients of the weights.
+test_half_logits.py tests that a loss needs no such copy.
 """
 
 import copy

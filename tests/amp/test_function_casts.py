@@ -28,7 +28,7 @@ def types(*tensors):
 
 
 def inside(function, *args, level="O1"):
-    """What `function` gives inside the forward of a model at `level`."""
+    """The result of `function` inside the forward of a model at `level`."""
     model = nn.Linear(1, 1)
     model.forward = lambda: function(*args)
     return amp.initialize(model, opt_level=level, verbosity=0)()

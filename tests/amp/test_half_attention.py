@@ -29,7 +29,7 @@ def ours():
 
 
 def as_a_model_has_it(batch, heads, tokens, width):
-    """Of a projection: rows of tokens, heads next to each other."""
+    """A tensor as a projection returns it: rows of tokens, heads next to each other."""
     return torch.randn(batch, tokens, heads, width).to(HALF).transpose(1, 2)
 
 
@@ -71,7 +71,7 @@ class Case:
         return y, lse, *BACKWARD(*inputs, 0.0, self.is_causal, scale=self.scale)
 
     def torchs(self):
-        """Of contiguous copies: torch's kernel takes every tensor's width for contiguous."""
+        """torch's results for contiguous copies: its kernel assumes that widths are contiguous."""
         copied = copy.copy(self)
         for name in ("q", "k", "v", "dy"):
             setattr(copied, name, getattr(self, name).contiguous())
@@ -95,7 +95,7 @@ def by_tokens(x):
 
 
 def assert_right(case):
-    """As near to the definition as torch's, which keeps FP32 for few tokens; in its layout."""
+    """The errors are at most torch's, which keeps FP32 for few tokens; the layouts are torch's."""
     strides = [torch.empty_like(case.q), case.q[..., 0], case.q, case.k, case.v]
     strides = [x if i == 0 else by_tokens(x) for i, x in enumerate(strides)]
     for name, layout, ours, torchs, exact in zip(

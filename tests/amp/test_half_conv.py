@@ -208,7 +208,7 @@ def test_products_on_a_cpu_without_half_instructions(name):
 
 
 def test_the_dispatch_table_is_as_before():
-    """What is replaced in it: test_what_it_changes.py."""
+    """After a block nothing is replaced. (test_what_it_changes.py: what is replaced in one.)"""
     names = [f"aten::{name}" for name in ("_convolution", "convolution_backward", "mm")]
 
     def table():
@@ -235,7 +235,7 @@ def convolution(dtype=HALF):
 
 
 def casts(call):
-    """How often `call` casts: the kernels that compute in FP32 do."""
+    """The number of casts in `call`: kernels that compute in FP32 have some."""
     with torch.profiler.profile() as profiled:
         call()
     return sum(e.count for e in profiled.key_averages() if e.key == "aten::_to_copy")
@@ -308,8 +308,7 @@ print(len(seen))
 
 
 def test_silence_is_for_our_registrations():
-    """What torch tells the next library that replaces a kernel stays as it is. And a process may
-    end with ours in place."""
+    """torch still warns of the next library that replaces a kernel; a process may end with ours."""
     install = "from ampfuse._core import EXTENSION as _C\n_C.set_half_ops(True, every=True)\n"
     ours, torchs = (python("-W", "error", "-c", code) for code in (install + REPLACE, REPLACE))
     assert not ours.stderr

@@ -24,7 +24,7 @@ def torchs_afterwards():
 
 
 def some(*shape):
-    """Of any type; in (0, 1)."""
+    """Values in (0, 1), for functions of any domain."""
     return torch.rand(*shape) * 0.5 + 0.25
 
 

@@ -200,9 +200,9 @@ class Idle(nn.Module):
 
 
 class Wide(amp_training.Training):
-    """One weight is large enough for codes, and one gets no gradient.
+    """A training where one weight is large enough for quantized states and one gets no gradient.
 
-    Of that torch's checkpoints cannot tell what another optimizer would keep.
+    For the latter, torch's checkpoints cannot tell what another optimizer would keep.
     """
 
     def state(self):

@@ -61,7 +61,7 @@ def sum_of(models):
 
 
 def backward(model, optimizers, gradient=0.5, **options):
-    """One pass that gives every weight of `model` the gradient `gradient`.
+    """Make a pass that gives every weight of `model` the gradient `gradient`.
 
     Up to 0.5 it fits FP16 at the first scale of 65536.
     """
@@ -452,7 +452,7 @@ CHANGES = {
 @pytest.mark.parametrize(("level", "options"), MASTERS)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD])
 def test_what_is_set_is_what_the_step_uses(change, level, options, kind):
-    """Of the model's weight or of its master; a pass before it and one after it add up."""
+    """Gradients may be set on weight or master; passes before and after add to them."""
     if options and kind is torch.optim.ASGD:
         return  # a step of its own knows no split masters
     call, expected = CHANGES[change]
@@ -473,7 +473,7 @@ def test_what_is_set_is_what_the_step_uses(change, level, options, kind):
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("then_a_pass", [False, True])
 def test_gradients_of_ones_own_after_a_step(level, views, then_a_pass):
-    """As of a flat buffer, which is no gradient that was seen before."""
+    """Views of a flat buffer are gradients that no pass has left."""
     model = nn.Linear(4, 4)
     nn.init.zeros_(model.weight)
     _, optimizer = make(level, model, loss_scale=8.0)
@@ -904,7 +904,7 @@ def test_the_host_never_waits(level):
 
 @levels
 def test_gradient_penalties(level):
-    """As docs/guide.md writes them."""
+    """The code of docs/guide.md gives the gradients of FP32."""
     found = []
     for at in (level, None):
         torch.manual_seed(0)

@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 
 def losses_of(models, used, iteration):
-    """One after the other: by the second, the first one's gradients are there."""
+    """Yield the losses one after another: the second follows the first one's backward pass."""
     for i, members in enumerate(used):
         x = torch.tensor([0.5 + i / 4, 0.25 + iteration / 4])
         yield sum(models[m](x).float().sum() for m in members)

@@ -30,7 +30,7 @@ def image(*shape):
 
 class Case(convolutions.Case):
     def products(self, convolves):
-        """What no convolution of oneDNN's computes."""
+        """The results that are computed without a convolution of oneDNN."""
         calls = {
             "y": self.forward,
             "dx": partial(self.backward, wanted=(True, False, False)),

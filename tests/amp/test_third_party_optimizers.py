@@ -12,7 +12,7 @@ from third_party_optimizers import WRAPPERS, Counting, KeptInFloat32, Odd, Zeroe
 
 
 def of_torch():
-    """Those that take dense gradients of any parameters."""
+    """torch's optimizers that take dense gradients of any parameters."""
     return {
         name: cls
         for name, cls in vars(torch.optim).items()

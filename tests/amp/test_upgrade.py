@@ -55,7 +55,7 @@ class OwnArguments(torch.optim.SGD):
 
 
 def signatures(optimizer):
-    """Of the methods that are wrapped: names, kinds and defaults of their parameters."""
+    """Names, kinds and defaults of the parameters of the methods that are wrapped."""
     methods = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
     found = {name: signature(getattr(type(optimizer), name)).parameters for name in methods}
     return {
@@ -137,7 +137,7 @@ def test_a_copy_of_model_and_optimizer_trains_on_with_the_same_bits(name, level,
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("name", SOME)
 def test_masters_follow_edits_of_the_model(name, level):
-    """Of all kinds: test_memory_modes.py."""
+    """Edits of every kind are in test_memory_modes.py."""
     training = Training(OPTIMIZERS[name], level)
     training.steps(range(5))
     masters, weights = training.masters(), training.weights()

@@ -132,7 +132,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class SharesState(Lookahead):
-    """One state dict for both, and the inner optimizer's state dict as its own."""
+    """A wrapper with the inner optimizer's state and state dict."""
 
     def __init__(self, inner):
         super().__init__(inner)

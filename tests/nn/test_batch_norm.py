@@ -24,7 +24,7 @@ def channels_last(*shape, dtype=f32, mean=0.0):
 
 
 def composed(x, residual, weight, bias, mean, var, training, momentum, eps, relu):
-    """What the operator computes, by torch's operations."""
+    """The result of the operator by torch's operations."""
     y = F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
     y = y if residual is None else y + residual
     return F.relu(y) if relu else y

@@ -172,7 +172,7 @@ def test_parts(parts, fused):
 
 
 class Attention(nn.Module):
-    """As in timm, but for its ``forward``."""
+    """timm's attention, except for its ``forward``."""
 
     def __init__(self):
         super().__init__()
@@ -230,7 +230,7 @@ TAKEN_APART = Unbound, ByFunctions, Indexed
 
 
 def permutations(model, x, **named):
-    """How often a forward pass permutes: each part of a projection, or the whole."""
+    """The number of permutations in a forward pass: of each part of a projection, or the whole."""
     with profile() as profiled:
         model(x, **named)
     return sum(event.name == "aten::permute" for event in profiled.events())
@@ -412,7 +412,7 @@ def test_types_that_differ_are_added_as_torch_adds_them():
 
 
 class RMSNorm(nn.Module):
-    """As in transformers, with the name that its models have."""
+    """The RMS norm of transformers, with its models' name of eps."""
 
     def __init__(self, size, *, eps=1e-6, **more):
         super().__init__()
@@ -481,7 +481,7 @@ def test_compiles_in_one_graph(backend, make):
 
 
 def losses_at(level, fused, model, make_optimizer, batches, loss_of):
-    """Of a training on `batches`."""
+    """The losses of a training on `batches`."""
     optimizer = make_optimizer(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, fuse=fused, verbosity=0)
     losses = []
@@ -621,8 +621,8 @@ def test_the_loss_of_causal_language_models():
 
 
 def waits_and_attentions(call):
-    """What `call` returns, and how often it waits for the device and computes which attention; of
-    the forward passes those with a mask as "mask"."""
+    """The result of `call`, and its numbers of waits and of attentions by kernel; forward passes
+    with a mask are counted as "mask"."""
     with profile(record_shapes=True) as profiled:
         result = call()
     seen = Counter({"mask": 0})
@@ -645,7 +645,7 @@ WORDS = torch.arange(40).view(4, 10) % 50
     ("name", "kind"), [("GPT2", "LMHeadModel"), ("Llama", "ForCausalLM"), ("Bert", "ForMaskedLM")]
 )
 def test_attention_neither_waits_nor_gets_a_mask(name, kind, way, monkeypatch):
-    """Where transformers does without: ``_local_scalar_dense`` waits."""
+    """Calls that need no mask have none, and no wait, which is ``_local_scalar_dense``."""
     plain = of_transformers(name, kind, **CAUSAL).eval()
     model = copy.deepcopy(plain)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What is asked of every operator that works on rows: torch's contract, and gradients as they are
+"""Requirements of every operator that works on rows: torch's contract, and the gradients that are
 wanted.
 """
 
@@ -84,7 +84,7 @@ def test_a_second_derivative(name, dtype):
 
 @pytest.mark.parametrize("name", NAMES[:-1])
 def test_a_gradient_that_others_hold_stays_as_it_is(name):
-    """One that nobody holds is written over, with the same results."""
+    """A gradient that is not held is overwritten, with the same results."""
     inputs, factors = inputs_of(name, 40, 24), torch.randn(40, 24)
     for first, all_results in itertools.product((0, 2), (False, True)):
         for i, tensor in enumerate(inputs):

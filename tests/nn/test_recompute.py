@@ -82,7 +82,7 @@ def test_the_kernel_repeats_itself(relu, bias, device):
 
 
 def test_memory_of_a_network_and_equal_steps(hardware):
-    """Of each block's four saved images one is not kept."""
+    """One of the four saved images of each block is not kept."""
     x = image(8, 16, 32, 32, device=hardware).detach()
     peaks, ends = [], []
     for recomputed in (False, True):

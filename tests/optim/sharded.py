@@ -156,7 +156,7 @@ def groups_and_frozen_parameters():
 
 
 def spikes():
-    """Of integers the sums of squares are exact, and so the same on any number of ranks."""
+    """Sums of squares of integers are exact, and so the same on any number of ranks."""
     both = params_in((f32, bf16), "rows")
     optimizers = [make("adamw", each, master_weights=True, skip_spikes=6.0) for each in both]
     for optimizer in optimizers:
@@ -173,7 +173,7 @@ def spikes():
 
 
 def gradients_of_other_kinds():
-    """One that is placed otherwise, and one that is no DTensor."""
+    """A gradient with other placements, and one that is not a DTensor."""
     mesh = mesh_of("rows")
     whole = nn.Parameter(fractions((12, 4), 0))
     shard = nn.Parameter(distribute_tensor(whole.detach().clone(), mesh, [Shard(0)]))
@@ -265,7 +265,7 @@ def networks(dtype=f32):
 
 
 def networks_at(level, maker, **options):
-    """Those models at a level, and an optimizer of each."""
+    """The models of `networks` at a level, and an optimizer of each."""
     models = networks()
     optimizers = [maker(model.parameters()) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -336,7 +336,7 @@ def levels():
 
 
 def a_step_of_its_own():
-    """Of an optimizer that amp does not fuse: on FP32 shards, and not on half ones."""
+    """An optimizer that amp does not fuse steps FP32 shards, but not half ones."""
     for level in ("O1", "O4", "O5"):
         models, optimizers = networks_at(level, functools.partial(torch.optim.RMSprop, lr=1e-3))
         if level == "O5":
@@ -530,7 +530,7 @@ def static_graph_and_join():
 
 
 def collectives():
-    """One for an inspection; LAMB has another for the norms of its updates."""
+    """An inspection takes one collective; LAMB has another for the norms of its updates."""
     gather = dist.all_gather_into_tensor
     with unittest.mock.patch.object(dist, "all_gather_into_tensor", wraps=gather) as calls:
         for kind, options, count in [

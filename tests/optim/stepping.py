@@ -12,7 +12,7 @@ from cases import assert_same, assert_same_bits, f32, snapshot
 
 
 def parameters(shapes, *dtypes, device="cpu"):
-    """One of each shape, in all types in turn."""
+    """A parameter of each shape, in all types in turn."""
     pairs = zip(shapes, itertools.cycle(dtypes or (f32,)), strict=False)
     return [nn.Parameter(torch.randn(shape).to(device, dtype)) for shape, dtype in pairs]
 
@@ -50,7 +50,7 @@ def train(optimizer, steps=(0,)):
 
 @contextlib.contextmanager
 def refused(optimizer, message, error=ValueError):
-    """What is inside raises, and changes nothing."""
+    """The block raises, and changes nothing."""
 
     def state():
         return copy.deepcopy((optimizer.state_dict(), snapshot(optimizer)))

@@ -148,7 +148,7 @@ OF_THE_WHOLE = {
 @pytest.mark.parametrize("name", OF_THE_WHOLE)
 @pytest.mark.parametrize("cls", [*ALL, torch.optim.AdamW])
 def test_options_of_the_whole_optimizer_in_a_group(cls, name):
-    """Of torch's under amp too, if the key came after `initialize`."""
+    """They are refused, also for torch's under amp if the key came after `initialize`."""
     value = OF_THE_WHOLE[name]
     if (cls, name) == (torch.optim.AdamW, "master_weights"):
         value = "split"  # True is what O5 says
@@ -173,7 +173,7 @@ def test_options_of_the_whole_optimizer_in_a_group(cls, name):
 
 
 def test_an_option_that_a_group_repeats():
-    """As ZeroRedundancyOptimizer has it do; it cannot go another way later."""
+    """ZeroRedundancyOptimizer repeats options in groups; a different value is refused later."""
     optimizer = optim.AdamW([{"params": parameters(), "ema_decay": 0.5}], ema_decay=0.5)
     train(optimizer)
     optimizer.param_groups[0]["ema_decay"] = 0.9
@@ -240,7 +240,7 @@ def test_what_cannot_change(cls, name, new):
 
 @every
 def test_averages_that_start_later(kind):
-    """As those of an optimizer that is built at that point; and they end."""
+    """They are those of an optimizer that is created at that point; and they end."""
     optimizer = make(kind, params := parameters())
     train(optimizer, range(2))
     twin = make(kind, twins := copy.deepcopy(params), ema_decay=0.5)
@@ -322,7 +322,7 @@ def test_masters_that_the_constructor_was_told(level, own, given, kept):
 
 
 def ways_of(kind):
-    """How an optimizer of the kind can keep its states."""
+    """The ways in which an optimizer of the kind can keep its states."""
     quantized = [] if kind in ("lamb", "novograd-decay") else CODED
     under_amp = ("O5", "O5 split") if kind in TORCH_KINDS else ()
     return ("alone", "masters", *quantized, *under_amp)
@@ -472,7 +472,7 @@ def test_what_a_class_of_somebody_keeps_beside_our_states():
 
 
 def test_states_of_other_settings():
-    """What the saved groups say has its states, not what this optimizer was built with."""
+    """The options of the saved groups decide which states must be there, not this optimizer's."""
     theirs = torch.optim.Adam(parameters())
     train(theirs)
     optim.Adam(parameters(), amsgrad=True).load_state_dict(copy.deepcopy(theirs.state_dict()))

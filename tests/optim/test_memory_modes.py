@@ -44,7 +44,7 @@ inf, nan = torch.inf, torch.nan
 
 
 def parameters(*dtypes, shapes=SHAPES, offset=0.0):
-    """One of each shape, in all types in turn; with four dimensions they are channels last."""
+    """A parameter of each shape, in all types in turn; with four dimensions, channels last."""
     made = stepping.parameters(shapes, *dtypes)
     for param in made:
         param.data += offset
@@ -63,7 +63,7 @@ def state_of(optimizer):
 
 
 def weight_of(master, dtype):
-    """What a finite split master rounds to: the nearest, in BF16 away from zero in a tie."""
+    """The weight of a finite split master: the nearest, in BF16 away from zero in a tie."""
     if dtype == f16:
         return master.clamp(-65504, 65504).to(f16)
     rounded = (master.contiguous().view(torch.int32) + 0x8000) & ~0xFFFF
@@ -411,7 +411,7 @@ def test_rows_steps_lists_and_elements_have_random_bits_of_their_own():
 @pytest.mark.parametrize("mode", [True, "split", False])
 @pytest.mark.parametrize("name", KINDS)
 def test_averages_are_those_of_float64(name, mode, device):
-    """Of masters; of a half weight without one, before that is rounded."""
+    """They average masters, and half weights without one before these are rounded."""
     params = [nn.Parameter(p.detach().to(device)) for p in parameters(bf16, f32, f16)]
     optimizer = make(name, params, master_weights=mode, ema_decay=0.9, skip_nonfinite=True)
     exact = [param.detach().double() for param in params]
@@ -513,7 +513,7 @@ KEPT = list(itertools.product(STORAGES, (True, "split", False)))
 @pytest.mark.parametrize("mode", [True, "split"])
 @pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.Adagrad])
 def test_states_of_before_the_first_step_load(kind, mode):
-    """As Accelerate has each optimizer do that it prepares; there are masters alone."""
+    """Accelerate loads each optimizer's state when it prepares it, when it has only masters."""
     model = nn.Linear(4, 4)
     optimizer = kind(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O5", master_weights=mode, verbosity=0)
@@ -527,7 +527,7 @@ def test_states_of_before_the_first_step_load(kind, mode):
 @pytest.mark.parametrize("where", ["file", "memory"])
 @pytest.mark.parametrize("own", ["new", "stepped"])
 def test_checkpoints_hold_no_second_copy(own, where, tmp_path):
-    """Of a dict, of loading and of the weights; each of 4 tensors has 2**20 elements."""
+    """Neither a dict, nor loading, nor the weights do; each of 4 tensors has 2**20 elements."""
     one, params = 2**20, parameters(bf16, shapes=[(1024, 1024)] * 4)
     options = {"master_weights": "split", "state_dtype": "8bit"}
     optimizer = optim.AdamW(params, **options)
@@ -602,7 +602,7 @@ HELD = [
 
 @pytest.mark.parametrize(("options", "held"), HELD)
 def test_bytes_a_parameter_held(options, held):
-    """Of whatever makes the step, with weight and gradient: by torch's allocator."""
+    """The bytes include weight and gradient, and are counted by torch's allocator."""
     count = 1 << 16
     with torch.profiler.profile(profile_memory=True) as profile:
         param = nn.Parameter(torch.ones(count, dtype=bf16))

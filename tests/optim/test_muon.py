@@ -285,7 +285,7 @@ def test_state_dicts_load_into_torchs_and_back():
 
 
 def stepped(weight, gradient, **group):
-    """What one step makes of the weight."""
+    """The weight after one step."""
     param = nn.Parameter(weight.clone(memory_format=torch.preserve_format))
     optimizer = optim.Muon([{"params": [param], **group}], lr=0.1)
     param.grad = gradient

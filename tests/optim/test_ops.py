@@ -78,7 +78,7 @@ def test_unscale_multiplies_by_the_inverse_scale_and_rounds_once(made, scale):
 
 
 def assert_norms(tensors):
-    """Of all and of each."""
+    """The norm of all tensors and the norm of each are right."""
     norm, norms = ops.l2norm(tensors, per_tensor=True)
     assert norm.dtype == norms.dtype == f32
     assert (norm.shape, norms.shape) == ((), (len(tensors),))
@@ -255,7 +255,7 @@ def test_a_leaf_is_written_under_no_grad_only():
     ],
 )
 def test_lists_of_a_step_that_do_not_fit_are_refused(algorithm, states, steps, message):
-    """What apex's amp_C calls, which has the rest."""
+    """apex's amp_C calls `step`; its tests have the other cases."""
     lists = [[torch.ones(3) for _ in range(count)] for count in (4, 4, *states)]
     none = dict.fromkeys(("norm_averages", "lr_tensor", "loss_scale", "found_inf"))
     with pytest.raises(ValueError, match=message):

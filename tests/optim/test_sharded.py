@@ -33,7 +33,7 @@ OF_SEVERAL = ("no_sync", "static_graph_and_join", "collectives")
 
 
 def run(size, folder, *names):
-    """What each rank of `size` says of the cases: None, or what went wrong."""
+    """The result of the cases on each of `size` ranks: None, or the error."""
     ranks(size, HERE / "sharded.py", folder, *names, timeout=120 * size)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
@@ -44,7 +44,7 @@ FOUR = pytest.param(4, marks=pytest.mark.slow)  # processes, where there may be 
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory):
-    """What two ranks say of all cases, and the folder of their checkpoints."""
+    """The results of all cases on two ranks, and the folder of their checkpoints."""
     folder = tmp_path_factory.mktemp("of_two")
     return run(2, folder, *CASES, *OF_SEVERAL, "save_and_go_on"), folder
 
@@ -62,7 +62,7 @@ def test_shards_go_the_way_of_whole_parameters(size, tmp_path, request):
 
 @pytest.mark.gpu
 def test_shards_on_a_gpu(tmp_path, monkeypatch):
-    """One rank: two would need two GPUs. What ranks decide together: test_merge.py."""
+    """There is one rank, as two would need two GPUs; test_merge.py has joint decisions."""
     monkeypatch.setenv("DEVICE", "cuda")
     for case, error in run(1, tmp_path, *CASES, "save_and_go_on", "resume")[0].items():
         assert error is None, f"{case}: {error}"
@@ -70,7 +70,7 @@ def test_shards_on_a_gpu(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [1, TWO, FOUR])
 def test_checkpoints_resume_on_any_number_of_ranks(size, of_two):
-    """Those of two ranks, of torch.distributed.checkpoint, in every mode: equal bits."""
+    """Checkpoints of two ranks by torch.distributed.checkpoint resume with equal bits."""
     for rank, errors in enumerate(run(size, of_two[1], "resume")):
         assert errors["resume"] is None, f"rank {rank} of {size}: {errors['resume']}"
 

@@ -29,7 +29,7 @@ MODES = {
 
 
 def warm(optimizer, history=WARM):
-    """As after many steps; of norms around 67, which random gradients of these shapes have."""
+    """Give `optimizer` a history of many norms around 67, that of random gradients here."""
     optimizer.load_history(torch.tensor(history, dtype=f64))
     return optimizer
 
@@ -39,7 +39,7 @@ def history_of(optimizer):
 
 
 def step(optimizer, i, scale=1.0):
-    """One whose gradients depend on `i`; returns why it was skipped."""
+    """Make a step whose gradients depend on `i`; returns why it was skipped."""
     give_gradients(params_of(optimizer), i, scale)
     optimizer.step()
     return int(optimizer.last_step.skipped)

@@ -1,4 +1,4 @@
-"""What `.grad` reads after a GradScaler's step: unscaled, as torch's fused steps leave it."""
+"""`.grad` after a GradScaler's step is unscaled, as torch's fused steps leave it."""
 
 import copy
 
@@ -83,7 +83,7 @@ def test_leaving_them_scaled_changes_nothing_else(name, device):
 @pytest.mark.parametrize("masters", [True, False])
 @pytest.mark.parametrize("scaler", [ampfuse.GradScaler, torch.amp.GradScaler])
 def test_apexs_capturable_adam_rounds_half_ones(dtype, capturable, masters, scaler, device):
-    """As its kernel did; what the step makes of them is not changed by that."""
+    """Its kernel did so too; the result of the step does not change."""
     if scaler is torch.amp.GradScaler and dtype == bf16 and device.type == "cuda":
         pytest.skip("torch checks no BF16 gradients on CUDA")
     options = {"capturable": capturable, "master_weights": masters and capturable}

@@ -61,7 +61,7 @@ class Run:
             self.torch.step()
 
     def stepped(self, i):
-        """What the optimizer steps: the master where there is one."""
+        """The tensor that the optimizer steps: the master where there is one."""
         param = self.params[i]
         return self.ours.state[param].get("master_param", param)
 
@@ -124,7 +124,7 @@ def test_half_without_masters_rounds_once_a_step(name, dtype, device):
 
 
 def one_pass(optimizer, params, grads, scale):
-    """What a block of scale_loss does. (`params`: the model's.)"""
+    """Do what a block of scale_loss does. (`params`: the model's.)"""
     optimizer.begin_backward()
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad * scale
@@ -200,7 +200,7 @@ OF_GROUPS = [
 
 @pytest.mark.parametrize(("kind", "options", "rtol"), OF_GROUPS)
 def test_options_that_only_groups_have_follow_the_rule(kind, options, rtol):
-    """What apex's optimizers can and torch's constructors have no word for."""
+    """They are options of apex's optimizers that torch's constructors do not have."""
     (param,) = parameters([(100,)])
     exact, state = param.detach().to(f64), {}
     optimizer = getattr(optim, kind)([{"params": [param], **options}], lr=0.1)
