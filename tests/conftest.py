@@ -119,7 +119,7 @@ def no_casts_stay():
     """By apex's names O1 casts, and replaces functions, in the whole process until it is told to
     stop."""
     yield
-    cast_state.end()
+    cast_state.end_everywhere()
     function_casts.restore_registered()
 
 

@@ -67,7 +67,7 @@ def test_nothing_of_the_users_changes():
             random.getstate(),
             str(numpy.random.get_state()),
             sessions._latest,
-            dict(cast_state.thread.left_on),
+            dict(cast_state.thread.everywhere),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cpu"),
             torch.backends.cuda.matmul.fp32_precision,

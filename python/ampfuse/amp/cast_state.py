@@ -1,8 +1,8 @@
-"""Autocast outside the models' ``forward``: where it is left on, and where it is off again.
+"""Autocast inside the models' ``forward`` and, after ``cast_everywhere``, outside.
 
-At O1 and O4 autocast is on inside ``forward``. :func:`leave_on` leaves it on outside too, in this
-thread: but not in the ``forward`` of models at other levels, in backward passes and in steps. Its
-cache is off, as weights may change at any time.
+At O1 and O4 autocast is on inside ``forward``. :func:`begin_everywhere` turns it on in the whole
+thread, except in the ``forward`` of models at other levels, in backward passes and in steps. Its
+cache is off there, as weights may change at any time.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ import torch
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # Device types that autocast is left on for, with the previous autocast type of each.
-        self.left_on: dict[str, torch.dtype] = {}
+        # Device types with autocast everywhere, and the previous autocast type of each.
+        self.everywhere: dict[str, torch.dtype] = {}
         self.disabled = 0
 
 
 thread = _Thread()
 
 
-def leave_on(device_types: Sequence[str], dtype: torch.dtype) -> None:
-    """Autocast stays on in this thread until :func:`end`."""
+def begin_everywhere(device_types: Sequence[str], dtype: torch.dtype) -> None:
+    """Turn autocast on in this thread until :func:`end_everywhere`."""
     for device_type in device_types:
-        thread.left_on[device_type] = torch.get_autocast_dtype(device_type)
+        thread.everywhere[device_type] = torch.get_autocast_dtype(device_type)
         torch.set_autocast_dtype(device_type, dtype)
         torch.set_autocast_enabled(device_type, True)
     torch.set_autocast_cache_enabled(False)
     _end_in_forks()
 
 
-def end() -> None:
-    """Undo :func:`leave_on`, if it was called in this thread."""
-    if not thread.left_on:
+def end_everywhere() -> None:
+    """Undo :func:`begin_everywhere`, if it was called in this thread."""
+    if not thread.everywhere:
         return
-    for device_type, dtype in thread.left_on.items():
+    for device_type, dtype in thread.everywhere.items():
         torch.set_autocast_enabled(device_type, False)
         torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(True)
-    thread.left_on = {}
+    thread.everywhere = {}
 
 
 @functools.cache
 def _end_in_forks() -> None:
-    """Workers that load data compute nothing for the model."""
+    """Have forked processes, which load data, start without autocast."""
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=end)
+        os.register_at_fork(after_in_child=end_everywhere)
 
 
 @contextlib.contextmanager
 def inside_forward(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Autocast in the ``forward`` of a model at O1 or O4, also if it was left on outside."""
-    outer, thread.left_on = thread.left_on, {}
+    """Block of a ``forward`` at O1 or O4: autocast is on, with its cache."""
+    outer, thread.everywhere = thread.everywhere, {}
     try:
         with torch.autocast(device_type, dtype=dtype, cache_enabled=True):
             yield
     finally:
-        thread.left_on = outer
+        thread.everywhere = outer
 
 
-def off_if_left_on() -> contextlib.AbstractContextManager[None]:
-    """A block without the autocast that was left on; one that the user has opened stays."""
-    return _autocast_off() if thread.left_on else contextlib.nullcontext()
+def off_if_everywhere() -> contextlib.AbstractContextManager[None]:
+    """Block without autocast if it is on everywhere; a region that the user opened stays."""
+    return _autocast_off() if thread.everywhere else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ forward_ran = False  # whether a model at O1 or O4 ran since the latest ``initia
 
 
 def note_forward(ran: bool = True) -> None:
-    """A forward begins, or with ``ran=False`` a training. Compiles to one store."""
+    """Note that a forward begins, or with ``ran=False`` a training. Compiles to one store."""
     global forward_ran
     forward_ran = ran
 

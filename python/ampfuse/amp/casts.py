@@ -177,13 +177,13 @@ def _cast_forward(
 
     if casts.autocast is None or casts_are_disabled():
         covered = False
-        with cast_state.off_if_left_on():
+        with cast_state.off_if_everywhere():
             outputs = inner(*args, **kwargs)
     else:
         cast_state.note_forward()
         device_type = _device_type(model, (args, kwargs))
         # In a user's autocast region, or inside another model, the loss is covered already.
-        covered = torch.is_autocast_enabled(device_type) and not cast_state.thread.left_on
+        covered = torch.is_autocast_enabled(device_type) and not cast_state.thread.everywhere
         with cast_state.inside_forward(device_type, casts.autocast):
             outputs = inner(*args, **kwargs)
     if casts.lazy_outputs and not covered:

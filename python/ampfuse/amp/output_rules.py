@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ampfuse import pytree as trees
 from ampfuse.amp.float32_output import Float32Output, Memory, half_data, is_dense
+from ampfuse.nn.functional import total_weight
 from ampfuse.torch_utils import HALF_DTYPES
 
 aten = torch.ops.aten
@@ -145,11 +146,7 @@ def _nll_loss(
     )
     if reduction == 0:
         return losses, losses.new_zeros(())
-    counts = target != ignore
-    if weight is None:
-        total = counts.sum().float()
-    else:
-        total = (weight[target.masked_fill(~counts, 0)] * counts).sum()
+    total = total_weight(target, weight, ignore).float()
     return losses.sum() / total if reduction == 1 else losses.sum(), total
 
 

@@ -99,7 +99,7 @@ def scale_loss(
             "amp.scale_loss blocks of one optimizer cannot be nested: leave the first block, "
             "then enter the second. Their gradients accumulate."
         )
-    has_cast = cast_state.forward_ran or cast_state.thread.left_on
+    has_cast = cast_state.forward_ran or cast_state.thread.everywhere
     if session.policy.autocast_type is not None and loss.requires_grad and not has_cast:
         _warn_of_missing_casts(session.policy.opt_level)
 
@@ -112,7 +112,7 @@ def scale_loss(
     for optimizer in optimizers:  # in the block their steps and other scale_loss blocks raise
         optimizer.in_backward = True
     try:
-        with scaling as scaled, cast_state.off_if_left_on():
+        with scaling as scaled, cast_state.off_if_everywhere():
             yield scaled
     finally:
         for optimizer in optimizers:

@@ -58,14 +58,15 @@ def set_latest(session: Session) -> None:
 
 def follow_latest() -> None:
     """Leave autocast on outside the models, in this thread, if the latest session says so."""
-    cast_state.end()
+    cast_state.end_everywhere()
     session = _latest
     if session is None or session.policy is None or not session.everywhere:
         return
     if (dtype := session.policy.autocast_type) is not None:
         accelerator = torch.accelerator.current_accelerator()
         types = ["cpu"] if session.casts_cpu else []
-        cast_state.leave_on(types if accelerator is None else [*types, accelerator.type], dtype)
+        types += [] if accelerator is None else [accelerator.type]
+        cast_state.begin_everywhere(types, dtype)
 
 
 @contextlib.contextmanager
@@ -73,7 +74,7 @@ def set_aside() -> Iterator[None]:
     """A block that starts without a session, and whose sessions end with it."""
     global _latest
     before, forward_ran = _latest, cast_state.forward_ran
-    cast_state.end()
+    cast_state.end_everywhere()
     try:
         yield
     finally:

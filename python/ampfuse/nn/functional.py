@@ -410,10 +410,15 @@ def _reduce(
         return losses.view(target.shape)
     if reduction == "sum":
         return losses.sum()
+    return losses.sum() / total_weight(target, weight, ignore_index)
+
+
+def total_weight(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """The sum of the weights of all targets that count; without `weight` their number."""
     counts = target != ignore_index
     if weight is None:
-        return losses.sum() / counts.sum()
-    return losses.sum() / (weight[target.masked_fill(~counts, 0)] * counts).sum()
+        return counts.sum()
+    return (weight[target.masked_fill(~counts, 0)] * counts).sum()
 
 
 def linear_cross_entropy(

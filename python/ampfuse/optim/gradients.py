@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ampfuse import _core
 from ampfuse.optim.masters import MasterParameter, leaf_of, unscale_on_access
+from ampfuse.optim.options import OptionDefaults
 from ampfuse.optim.param_groups import parameters
 from ampfuse.optim.rows import Rows
 from ampfuse.optim.sharding import local, placed_as
@@ -25,23 +26,11 @@ if TYPE_CHECKING:
     from ampfuse._C import ParamTable
 
 
-class ScaledGradients(Optimizer):
+class ScaledGradients(OptionDefaults, Optimizer):
     """Mixin of optimizers that accept gradients multiplied by a loss scale."""
 
     # An amp.scale_loss block of this optimizer is open.
     in_backward = False
-
-    # The options, with their defaults; see Options.
-    master_weights: bool | Literal["split"] = False
-    state_dtype: str = "fp32"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    seed: int = 0
-    ema_decay: float | None = None
-    max_grad_norm: float | None = None
-    skip_nonfinite: bool | None = None
-    skip_spikes: float | None = None
-    max_skipped_steps: int | None = 100
-    unscale_grads: bool = True
 
     _under_amp: bool = False
     # ampfuse.GradScaler runs the step; torch's does not see masters.

@@ -74,6 +74,21 @@ class Options(TypedDict, total=False):
     unscale_grads: bool
 
 
+class OptionDefaults:
+    """The attributes of every optimizer under amp that hold its :class:`Options`."""
+
+    master_weights: bool | Literal["split"] = False
+    state_dtype: str = "fp32"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    seed: int = 0
+    ema_decay: float | None = None
+    max_grad_norm: float | None = None
+    skip_nonfinite: bool | None = None
+    skip_spikes: float | None = None
+    max_skipped_steps: int | None = 100
+    unscale_grads: bool = True
+
+
 class Rule(NamedTuple):
     """A condition on a value, and its description; `accepts` may raise for a wrong type."""
 
