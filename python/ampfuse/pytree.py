@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as torch_pytree
 
-_DICTS = (dict, OrderedDict)  # Dynamo knows neither copies nor attributes of these
+_DICTS = (dict, OrderedDict)  # Dynamo supports neither copies nor attributes of these
 
 
 def replace(value: Any, leaf: Callable[[Any], Any]) -> Any:

@@ -4,7 +4,7 @@ The model stays the user's object. Its class is exchanged for a subclass of that
 ``forward`` casts around the original one. Unlike a method attached to the instance, a method of the
 class is right for every copy: ``copy.deepcopy`` (teacher models), pickle, ``DataParallel`` replicas
 and ``torch.compile`` all work, and so does calling ``forward`` directly. A proxy object keeps its
-class: the module behind it gets the casts.
+class: the module that it wraps gets the casts.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class GradScaler(torch.amp.GradScaler):
             result = optimizer.step(*args, **kwargs)
         if found_inf is None:
             skipped = optimizer.last_step.skipped
-            if optimizer.skip_spikes is not None:  # of which the scale knows nothing
+            if optimizer.skip_spikes is not None:  # spikes do not change the scale
                 skipped = (skipped == 1).float()
             state["found_inf_per_device"] = {skipped.device: skipped}
         state["stage"] = OptState.STEPPED

@@ -133,7 +133,7 @@ class AmpOptimizer(ScaledGradients):
         """Arguments for ``StepPlan.update`` and ``decide``: what to inspect, whether to skip."""
         found_inf = self.__dict__.get("found_inf")
         if "found_inf" in self.__dict__:  # a GradScaler calls this step
-            # torch's passes the number 0 if it saw no gradient.
+            # torch's GradScaler passes the number 0 if there were no gradients.
             found_inf = found_inf if isinstance(found_inf, Tensor) else None
             inspect, skip = found_inf is None, True
         else:
@@ -158,7 +158,7 @@ class AmpOptimizer(ScaledGradients):
     def _watch_skips(self, skipped: bool = False) -> None:
         """After a step: log whether it was skipped, and raise if training has stopped.
 
-        `skipped`: the host knows that it was.
+        `skipped`: the host already knows that it was skipped.
         """
         by_scaler = "found_inf" in self.__dict__
         is_watched = self.may_have_skipped and (self.skip_spikes is not None or not by_scaler)

@@ -90,7 +90,7 @@ def skipped_steps(table: ParamTable) -> dict[str, Tensor]:
 class SkipWatch:
     """Logs the first skipped step, and one whenever their number reaches a power of two.
 
-    Raises when too many in a row were skipped. On a device it knows of them some steps later.
+    Raises when too many in a row were skipped. On a device it learns of them some steps later.
     """
 
     def __init__(self, history: Tensor | None = None) -> None:
@@ -103,7 +103,7 @@ class SkipWatch:
         """Call after each step.
 
         Arguments:
-            skipped: the host knows that the step was skipped.
+            skipped: the host already knows that the step was skipped.
             logs: the reasons of steps to log. Dynamic loss scaling is expected to skip some.
         """
         self._steps += 1

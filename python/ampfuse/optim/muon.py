@@ -335,39 +335,31 @@ def muon_groups(
         ValueError: the model has no module or parameter of a name in `heads` or `split`.
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    asked = dict(split or {})
+    split = split or {}
     last_names = {name.rpartition(".")[2] for name in [*modules, *parameters]}
-    for what, names, known in (("heads", heads or (), modules), ("split", asked, last_names)):
+    for what, names, known in (("heads", heads or (), modules), ("split", split, last_names)):
         for name in names:
             if name not in known:
                 raise ValueError(f"{what} has {name!r}, but nothing in the model has that name")
     tables: dict[str, Any] = {name: each for name, each in modules.items() if _is_embedding(each)}
     tied = {table.weight: "an embedding" for table in tables.values()}
-    found = dict.fromkeys(heads, "the head") if heads is not None else _heads(modules, tables)
+    of_heads = dict.fromkeys(heads, "the head") if heads is not None else _heads(modules, tables)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     reasons = {}
     for name, param in parameters.items():
         if not param.requires_grad:
             continue
         weight = _Weight(modules, name, param)
-        reason = (
-            tied.get(param) or weight.why_adamw(weight.part in asked) or found.get(weight.owner)
-        )
-        group: dict[str, Any] = {"algorithm": "adamw", **(adamw or {})}
-        if reason is None:
-            reason = f"{tuple(param.shape)}, of a {weight.kind}"
-            group = {"algorithm": "muon", **(muon or {}), **weight.seen_as()}
-            if weight.part in asked:
-                group["split"] = asked[weight.part]
-            elif (parts := weight.parts()) is not None:
-                sizes, how = parts
-                group |= {"split": sizes} if sizes else {}
-                reason = f"{reason}, {how}"
+        why_adamw = tied.get(param) or weight.why_adamw(split) or of_heads.get(weight.owner)
+        if why_adamw is not None:
+            group, reasons[name] = {"algorithm": "adamw", **(adamw or {})}, why_adamw
+        else:
+            options, reasons[name] = weight.muon_options(split)
+            group = {"algorithm": "muon", **(muon or {}), **options}
         key = tuple(map(repr, group.items()))
         into = groups.setdefault(key, {"params": [], "param_names": [], **group})
         into["params"].append(param)
         into["param_names"].append(name)
-        reasons[name] = reason
     # Muon's groups come first.
     ordered = sorted(groups.values(), key=lambda group: group["algorithm"] != "muon")
     return MuonGroups(ordered, reasons)
@@ -425,8 +417,8 @@ class _Weight:
         self._home = modules[outer] if own_name == "weight" else self._module
         self._root = modules[""]
 
-    def why_adamw(self, is_asked_for: bool) -> str | None:
-        """The reason why AdamW gets it; None if Muon does."""
+    def why_adamw(self, split: Mapping[str, Any]) -> str | None:
+        """The reason why AdamW gets it; None if Muon does. `split` gives Muon unknown matrices."""
         param, kind = self._param, self.kind
         if param.ndim < 2:
             return "a vector"
@@ -442,7 +434,7 @@ class _Weight:
             return "a norm"
         if "Embedding" in kind and self._name == "weight":
             return "an embedding"
-        if is_asked_for:
+        if self.part in split:
             return None
         # In a list, and in an unknown layer, the module has the name.
         name = self.part if self.part.isidentifier() else self.owner.rpartition(".")[2]
@@ -457,8 +449,18 @@ class _Weight:
             f"split={{{self.part!r}: 1}} gives it to Muon"
         )
 
-    def seen_as(self) -> dict[str, Any]:
-        """The options of its group that say how its matrices are stored."""
+    def muon_options(self, split: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+        """The options of its group of Muon, and a description of its matrices."""
+        options, shape = self._storage(), f"{tuple(self._param.shape)}, of a {self.kind}"
+        if self.part in split:
+            return {**options, "split": split[self.part]}, shape
+        sizes, how = self._projections()
+        if sizes is not None:
+            options["split"] = sizes
+        return options, f"{shape}, {how}" if how else shape
+
+    def _storage(self) -> dict[str, Any]:
+        """The options that say how its matrices are stored."""
         if isinstance(self._module, _CONVOLUTIONS):
             return {"flatten": True} if self._param.ndim == 3 else {}
         # transformers' layer of GPT-2, by its name, as transformers may be missing; and experts.
@@ -479,16 +481,19 @@ class _Weight:
             return True
         return False if others & {(count, b, a / 2), (count, 2 * b, a)} else None
 
-    def parts(self) -> tuple[int | list[int] | None, str] | None:
-        """If projections are fused in it, their sizes (None if unknown) and the reason."""
-        seen, shape, name = self.seen_as(), self._param.shape, self.part.lower()
-        in_batch = self._param.ndim == 3 and "flatten" not in seen
+    def _projections(self) -> tuple[int | list[int] | None, str]:
+        """The sizes of projections that are fused in it, and the reason.
+
+        None if it is one matrix, with the reason where its sizes would be needed.
+        """
+        storage, shape, name = self._storage(), self._param.shape, self.part.lower()
+        in_batch = self._param.ndim == 3 and "flatten" not in storage
         outputs, inputs = shape[-2:] if in_batch else (shape[0], math.prod(shape[1:]))
-        if "transposed" in seen:
+        if "transposed" in storage:
             outputs, inputs = inputs, outputs
         if isinstance(self._module, _RECURRENT):
             gates = outputs // self._module.hidden_size
-            return (gates, "its gates") if gates > 1 and "hr" not in name else None
+            return (gates, "its gates") if gates > 1 and "hr" not in name else (None, "")
         if name in _HALVES and outputs % 2 == 0:
             is_known = not in_batch or self._inputs_first() is not None
             if is_known and getattr(self._module, "is_concatenated", True) is True:
@@ -505,7 +510,7 @@ class _Weight:
                 "one matrix: fused projections by its name, whose sizes and order are unknown; "
                 f"split={{{self.part!r}: [...]}} gives them"
             )
-        return None
+        return None, ""
 
     def _queries(self, name: str, outputs: int, inputs: int) -> Iterator[tuple[int, str]]:
         """Possible numbers of queries, with reasons; keys and values share the other outputs."""

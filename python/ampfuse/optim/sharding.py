@@ -228,7 +228,7 @@ class Gathered:
         sent = torch.cat([self._like.new_empty(0), *flat])
         sizes = [sum(map(math.prod, of)) for of in shapes]
         self._expected, self._received = shapes, sent.new_empty(sum(sizes))
-        # As bytes: not every backend knows half precision.
+        # As bytes: not every backend supports half precision.
         self._work: Any = dist.all_to_all_single(
             self._received.view(torch.uint8),
             sent.view(torch.uint8),

@@ -108,7 +108,7 @@ def free_forward(module: nn.Module) -> tuple[Any, str]:
 
 
 def set_fused(module: nn.Module, attribute: str, forward: Any) -> None:
-    """Have `module` run the function `forward` instead of the one of its class."""
+    """Make `module` run the function `forward` instead of its class's."""
     forward.is_fused = True
     module.__dict__[attribute] = types.MethodType(forward, module)
 

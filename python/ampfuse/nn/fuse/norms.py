@@ -107,8 +107,10 @@ def norm_spec(norm: nn.Module) -> NormSpec | None:
 
 
 def _computes_rms_norm(norm: Any) -> bool:
-    """Whether ``forward`` of its class is the RMS norm of one argument, by what it computes: the
-    name does not tell whether the weight is added to 1, or whether there is a gate."""
+    """Whether ``forward`` of its class computes the RMS norm of one argument, by trying it.
+
+    The name does not show whether the weight is added to 1, or whether there is a gate.
+    """
     cls, eps = type(norm), getattr(norm, _LLAMA.eps)
     public = {name for name in vars(norm) if name[0] != "_"} - {_LLAMA.eps, "training", "forward"}
     parts = [*norm.named_parameters(), *norm.named_buffers(), *norm.named_children()]
