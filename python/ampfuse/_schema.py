@@ -122,27 +122,27 @@ class Algorithm:
         return self.states if switch is None or group.get(switch) else self.states[:-1]
 
 
-def _algorithm(name: str, found: dict[str, Any]) -> Algorithm:
+def _algorithm(name: str, described: dict[str, Any]) -> Algorithm:
     return Algorithm(
         name,
-        tuple(found["states"]),
-        found["last_state_if"],
-        found["filled_with"],
-        tuple(found["storages"]),
-        tuple(Hyper(**hyper) for hyper in found["hypers"]),
-        found["uses_count"],
-        ("step", "exp_avg_norm") if found["grad_norms"] else ("step",),
-        found["follows_norms"],
-        found["has_scratch"],
+        tuple(described["states"]),
+        described["last_state_if"],
+        described["filled_with"],
+        tuple(described["storages"]),
+        tuple(Hyper(**hyper) for hyper in described["hypers"]),
+        described["uses_count"],
+        ("step", "exp_avg_norm") if described["grad_norms"] else ("step",),
+        described["follows_norms"],
+        described["has_scratch"],
     )
 
 
-_found = _core.C.schema()
-STORAGES = {name: Storage(name, **of) for name, of in _found["storages"].items()}
-ALGORITHMS = {name: _algorithm(name, of) for name, of in _found["algorithms"].items()}
+_described = _core.C.schema()
+STORAGES = {name: Storage(name, **of) for name, of in _described["storages"].items()}
+ALGORITHMS = {name: _algorithm(name, of) for name, of in _described["algorithms"].items()}
 # Hyper-parameters that a step can read on the device.
-READ_ON_DEVICE = tuple(_found["read_on_device"])
+READ_ON_DEVICE = tuple(_described["read_on_device"])
 # The counts of a metered step for each row, in order; the gradient's exponents follow them.
-METER_COUNTS: tuple[str, ...] = tuple(_found["meter_counts"])
+METER_COUNTS: tuple[str, ...] = tuple(_described["meter_counts"])
 # The factor that a metered step's norms of updates contain.
-UPDATE_FACTOR: float = _found["update_factor"]
+UPDATE_FACTOR: float = _described["update_factor"]

@@ -317,24 +317,24 @@ class GraphedStep:
     def _as_captured(self) -> dict[str, Any]:
         """Everything that needs a new capture if it changes: memory, and settings that kernels got
         as numbers or that chose the kernels."""
-        found = self._captured.fixed()
+        fixed = self._captured.fixed()
         for name, buffer in self._buffers.items():
-            found[f"the memory of buffer {name}"] = buffer.data_ptr()
-        found["the memory of the loss scale"] = list(map(Tensor.data_ptr, self._scaling_tensors()))
-        found["the model's train or eval mode"] = self._model.training
-        found |= {f"optimizer.{name}": getattr(self._optimizer, name) for name in RULES}
-        return found
+            fixed[f"the memory of buffer {name}"] = buffer.data_ptr()
+        fixed["the memory of the loss scale"] = list(map(Tensor.data_ptr, self._scaling_tensors()))
+        fixed["the model's train or eval mode"] = self._model.training
+        fixed |= {f"optimizer.{name}": getattr(self._optimizer, name) for name in RULES}
+        return fixed
 
 
 def _attentions(loss: Tensor) -> Counter[str]:
     """The number of fused attentions in the graph of `loss`, by the names of their nodes."""
-    found, nodes = set(), [loss.grad_fn]
+    seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in found:
-            found.add(node)
+        if node is not None and node not in seen:
+            seen.add(node)
             nodes += [after for after, _ in node.next_functions]
-    return Counter(node.name() for node in found if "Attention" in node.name())
+    return Counter(node.name() for node in seen if "Attention" in node.name())
 
 
 def _counted(attentions: Counter[str]) -> str:
@@ -364,12 +364,12 @@ class _Batch:
 
     def tensors_of(self, batch: tuple[Any, ...]) -> list[Tensor]:
         """The tensors of `batch` in order. Raises ValueError unless it is like the sample."""
-        found, structure = _flat(batch)
+        leaves, structure = _flat(batch)
         if structure != self._structure:
-            others = sorted(found.keys() ^ self._leaves.keys())
+            others = sorted(leaves.keys() ^ self._leaves.keys())
             raise ValueError(f"batch structure differs from the captured one in {others}")
         for name, expected in self._leaves.items():
-            now, then = _describe(found[name]), _describe(expected)
+            now, then = _describe(leaves[name]), _describe(expected)
             if now != then:
                 raise ValueError(
                     f"{name} is {now}, and the step was captured with {then}. A graph has one "
@@ -377,7 +377,7 @@ class _Batch:
                     "eager step. Python numbers are constants of the graph: pass tensors for "
                     "values that change."
                 )
-        return [leaf for leaf in found.values() if isinstance(leaf, Tensor)]
+        return [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
 
     def filled_with(self, tensors: Sequence[Tensor]) -> Any:
         """The sample with `tensors` in place of its own."""

@@ -112,17 +112,17 @@ def tensor_memory(device: torch.device) -> Iterator[TensorPeak]:
     The GPU's allocator keeps that number at no cost. On the CPU torch's profiler records every
     allocation, which takes time: measure time elsewhere.
     """
-    found = TensorPeak()
+    peak = TensorPeak()
     if device.type == "cuda":
         memory = ProcessMemory(device)
         memory.start()
-        yield found
-        found.mib = memory.peak() / 2**20
+        yield peak
+        peak.mib = memory.peak() / 2**20
         return
     cpu = torch.profiler.ProfilerActivity.CPU
     with silent_stderr(), torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:
-        yield found
-    found.mib = _peak_bytes(profiler) / 2**20
+        yield peak
+    peak.mib = _peak_bytes(profiler) / 2**20
 
 
 def _peak_bytes(profiler: torch.profiler.profile) -> int:

@@ -86,17 +86,17 @@ class CapturedOptimizer:
         """Everything that needs a new capture if it changes, by its name in messages."""
         optimizer, table = self._optimizer, self.table
         is_known = optimizer._rows.table is table and table.matches(groups=optimizer.param_groups)
-        found: dict[str, Any] = {
+        fixed: dict[str, Any] = {
             "the optimizer's list of parameters": is_known,
             PARAMETERS: table.fingerprint(),
             "what momentum or amsgrad switch on": optimizer._states.wanted(),
         }
         for i, (lr, hyper) in enumerate(self._current_groups()):
-            found[f"the tensor that is lr of parameter group {i}"] = id(lr)
+            fixed[f"the tensor that is lr of parameter group {i}"] = id(lr)
             for name, value in hyper.items():
                 if is_known and name not in self._values[i]:
-                    found[f"{name} of parameter group {i}"] = value
-        return found
+                    fixed[f"{name} of parameter group {i}"] = value
+        return fixed
 
     def named(self, what: str, then: Any, now: Any) -> str:
         """The name of `what`, a changed key of :meth:`fixed`, with the parameter that it is of."""

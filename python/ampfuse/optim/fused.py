@@ -155,15 +155,15 @@ class FusedOptimizer(AmpOptimizer):
         ZeroRedundancyOptimizer repeat the optimizer's arguments in its groups.) Groups of torch's
         optimizers, and those of a checkpoint, may have such keys with another meaning.
         """
-        found = self._not_in_groups & group.keys() - self._third_party_keys
-        for name in sorted(found):
+        options = self._not_in_groups & group.keys() - self._third_party_keys
+        for name in sorted(options):
             if group[name] != getattr(self, name):
                 raise ValueError(
                     f"{name}={group[name]!r} is set in a parameter group, but it is an option of "
                     f"the whole optimizer: pass it to the constructor, {type(self).__name__}("
                     f"params, {name}=...), or set optimizer.{name}, and take it out of the group."
                 )
-        return bool(found)
+        return bool(options)
 
     def note_third_party_keys(self) -> None:
         """The keys that are in the groups now were not meant for ampfuse."""
@@ -252,19 +252,19 @@ class FusedOptimizer(AmpOptimizer):
         rows.make_masters()
         table = rows.table
         if table is not None and self._states.are_bound:
-            found = rows.plan.collect(*self._gradient_scale(), self.param_groups, self.state)
-            if found is not None:
+            stateless = rows.plan.collect(*self._gradient_scale(), self.param_groups, self.state)
+            if stateless is not None:
                 self._hypers.send(table)
                 if self._states.are_bound:
-                    return table, found
+                    return table, stateless
         # This is the first step, or parameters, states or storage types have changed.
         if is_empty(self):
             return None
         table = self.ensure_bound()
         self._hypers.send(table)
-        found = rows.plan.collect(*self._gradient_scale())
-        assert found is not None
-        return table, found
+        stateless = rows.plan.collect(*self._gradient_scale())
+        assert stateless is not None
+        return table, stateless
 
     def _gradient_scale(self) -> tuple[Tensor | None, bool, bool]:
         """The scale of gradients outside scale_loss; whether the update unscales `.grad` itself."""

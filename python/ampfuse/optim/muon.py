@@ -535,5 +535,5 @@ class _Weight:
     def _number(self, names: list[str]) -> int:
         """The first of `names` that its outer module or a configuration has; 0 if none."""
         scopes = (self._home, *(getattr(m, "config", None) for m in (self._home, self._root)))
-        found = (getattr(scope, name, None) for scope in scopes for name in names)
-        return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), 0)
+        values = (getattr(scope, name, None) for scope in scopes for name in names)
+        return next((n for n in values if isinstance(n, int) and not isinstance(n, bool)), 0)

@@ -50,11 +50,12 @@ def with_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]
 
 def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
     """`optimizer`, and the optimizers among its attributes, at any depth, each once."""
-    found = [optimizer]
-    for outer in found:
+    optimizers = [optimizer]
+    for outer in optimizers:
         for value in vars(outer).values():
-            found.extend(one for one in _optimizers_in(value) if all(one is not f for f in found))
-    return found
+            inner = _optimizers_in(value)
+            optimizers.extend(one for one in inner if all(one is not each for each in optimizers))
+    return optimizers
 
 
 def _optimizers_in(value: Any) -> list[Optimizer]:

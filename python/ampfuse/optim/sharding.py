@@ -191,8 +191,8 @@ class Gathered:
     def wait(self) -> dict[Any, Tensor]:
         """The tensors that this rank has, whole."""
         self._whole = {key: self._like.new_empty(self._shapes[key]) for key in self._mine}
-        for rank, found in enumerate(self._end()):
-            for key, piece in zip(self._received_from(rank), found, strict=True):
+        for rank, pieces in enumerate(self._end()):
+            for key, piece in zip(self._received_from(rank), pieces, strict=True):
                 self._whole[key][self._pieces[key][rank].block] = piece
         return self._whole
 
@@ -205,8 +205,8 @@ class Gathered:
 
     def take_back(self) -> None:
         """Wait until the local tensors have the values of the whole ones."""
-        for owned, found in zip(self._owned, self._end(), strict=True):
-            for key, piece in zip(owned, found, strict=True):
+        for owned, pieces in zip(self._owned, self._end(), strict=True):
+            for key, piece in zip(owned, pieces, strict=True):
                 self._shards[key].copy_(piece)
 
     def _shared_out(self, costs: dict[Any, float]) -> list[list[Any]]:
@@ -258,7 +258,7 @@ class _Piece(NamedTuple):
 def _pieces(mesh: DeviceMesh, shape: _Shape, placements: tuple[Any, ...]) -> list[_Piece]:
     """The part of a DTensor that each rank has."""
     group = group_of(mesh)
-    found = []
+    pieces = []
     for rank in range(group.size()):
         at = (mesh.mesh == dist.get_global_rank(group, rank)).nonzero()[0].tolist()
         indices = [
@@ -273,8 +273,8 @@ def _pieces(mesh: DeviceMesh, shape: _Shape, placements: tuple[Any, ...]) -> lis
                 indices[placement.dim] = parts[place]
         copies = (place for p, place in zip(placements, at, strict=True) if p.is_replicate())
         sizes = tuple(of.numel() for of in indices)
-        found.append(_Piece(_block(indices), sizes, not any(copies)))
-    return found
+        pieces.append(_Piece(_block(indices), sizes, not any(copies)))
+    return pieces
 
 
 def _block(indices: list[Tensor]) -> tuple[Any, ...]:

@@ -283,11 +283,11 @@ class States(Component):
         fill = float(self.optimizer.defaults[filler]) if filler else 0.0
         states = []
         for stored in Stored.of(self.optimizer.algorithm_in(group), group):
-            found = [value for key in stored.keys if (value := state.get(key)) is not None]
-            if found and found[0].shape != param.shape:
+            held = [value for key in stored.keys if (value := state.get(key)) is not None]
+            if held and held[0].shape != param.shape:
                 raise ValueError(
                     f"{stored.name} of {table.name(row)} must have the parameter's shape "
-                    f"{tuple(param.shape)}, got {tuple(found[0].shape)}. Delete the state to start "
+                    f"{tuple(param.shape)}, got {tuple(held[0].shape)}. Delete the state to start "
                     "again."
                 )
             stored.fit(state, param, storage, fill)

@@ -158,18 +158,18 @@ def forward_from_graphs(
             GraphKey(training, tuple((name, kind) for name in required)) for kind in ARGUMENT_TYPES
         ]
         try:
-            variant, found = _variant(owner, cls, map(graph_of, keys, ARGUMENT_TYPES), rewrites)
+            variant, now = _variant(owner, cls, map(graph_of, keys, ARGUMENT_TYPES), rewrites)
         except Untraceable:  # for some type at least
             pass
         else:
             variants.update(dict.fromkeys(keys, variant))
-            fused = found | fused
+            fused = now | fused
             continue
         for key in keys:
             try:
                 graphs = map(graph_of, (key, key), _OUTPUT_TYPES)
-                variants[key], found = _variant(owner, cls, graphs, rewrites)
-                fused = found | fused
+                variants[key], now = _variant(owner, cls, graphs, rewrites)
+                fused = now | fused
             except Untraceable as error:
                 variants[key] = None
                 failure = failure or error

@@ -130,8 +130,8 @@ def _computes_rms_norm(norm: Any) -> bool:
             stand_in.__dict__["training"] = training
             exact = x.double()
             exact = exact * (exact.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
-            found = cls.forward(stand_in, x)
-            if found.dtype != dtype or not torch.allclose(found.double(), exact, tolerance, 0.0):
+            y = cls.forward(stand_in, x)
+            if y.dtype != dtype or not torch.allclose(y.double(), exact, tolerance, 0.0):
                 return False
     except Exception:  # whatever this forward does with three rows
         return False
@@ -173,8 +173,8 @@ def _normalize(
         residual = None if residual is None else residual.permute(0, 2, 3, 1)
     shape = getattr(norm, "normalized_shape", None) or norm.weight.shape
     bias, eps = norm.bias if spec.centered else None, getattr(norm, spec.eps)
-    found = normalize_rows(x, residual, shape, norm.weight, bias, eps, centered=spec.centered)
-    return [y.permute(0, 3, 1, 2) for y in found] if spec.images else found
+    results = normalize_rows(x, residual, shape, norm.weight, bias, eps, centered=spec.centered)
+    return [y.permute(0, 3, 1, 2) for y in results] if spec.images else results
 
 
 # ---- in a graph ----------------------------------------------------------------------------------

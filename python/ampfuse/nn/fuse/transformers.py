@@ -63,15 +63,15 @@ def restore_loss(model: nn.Module) -> None:
 def skip_packing(model: nn.Module) -> bool:
     """Have the decoders in `model` not search for packed sequences in positions that they count
     themselves; False if there are none, or all have a custom ``forward``."""
-    found = False
+    any_replaced = False
     for module in model.modules():
         cls, attribute = replaceable_forward(module)
         if cls.__module__.startswith("transformers.") and attribute not in vars(module):
             forward = _forward_without_packing(cls)
             if forward is not None:
                 set_fused(module, attribute, forward)
-                found = True
-    return found
+                any_replaced = True
+    return any_replaced
 
 
 def _forward_without_packing(cls: Any) -> Callable[..., Any] | None:
