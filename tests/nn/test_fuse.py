@@ -15,6 +15,7 @@ from torch import nn
 from ampfuse import amp
 from ampfuse.experiments import models
 from ampfuse.nn import fuse, unfuse
+from ampfuse.nn.fuse import forwards
 from cases import LEVELS, bf16, f32, f64, through_a_file
 
 X = torch.randn(3, 4, 5, 5, dtype=f64, generator=torch.Generator().manual_seed(1))
@@ -231,6 +232,15 @@ def test_a_forward_may_ask_for_the_type_of_its_input(pack, calls):
     x = torch.randn(2, 3, 4, 5, 5, dtype=f64)
     check(module(choose), *x, make_output=lambda model, inputs: model(*pack(*inputs)))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(("forward", "count"), [(lambda self, x: self.norm(x), 2), (choose, 6)])
+def test_graphs_are_shared_by_types_that_a_forward_treats_alike(forward, count, monkeypatch):
+    """A graph for each mode, and for each type of argument only where ``forward`` checks it."""
+    graphs, compiled = [], forwards._compiled
+    monkeypatch.setattr(forwards, "_compiled", lambda *args: graphs.append(args) or compiled(*args))
+    fuse(module(forward))
+    assert len(graphs) == count
 
 
 def test_modes_may_differ(calls):

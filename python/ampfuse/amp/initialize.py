@@ -206,7 +206,7 @@ def set_up(
     _check_devices(model_list if policy.fuse else [], optimizer_list, names)
     if verbosity >= 1:
         _log.info("%s", policy)
-    _check_strangers(model_list, optimizer_list, names)
+    _check_unknown_parameters(model_list, optimizer_list, names)
     _warn_of_shared(optimizer_list, names)
     for model in model_list if policy.weights_type is torch.float16 else ():
         warn_of_range(model, policy)
@@ -356,7 +356,7 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
 def _check_devices(
     fused: list[nn.Module], optimizers: list[Optimizer], names: dict[int, str]
 ) -> None:
-    """Look for parameters that kernels would read where there are none."""
+    """Raise RuntimeError for parameters on a device without kernels."""
     read: list[Tensor] = [p for model in fused for p in eager_module(model).parameters()]
     read += [p for optimizer in optimizers for p in parameters(optimizer)]
     first = {param.device: param for param in reversed(read)}
@@ -364,15 +364,15 @@ def _check_devices(
         check_device(device, f"Parameter {names.get(id(param), 'of an optimizer')!r}")
 
 
-def _check_strangers(
+def _check_unknown_parameters(
     models: list[nn.Module], optimizers: list[Optimizer], names: dict[int, str]
 ) -> None:
-    """Look for parameters in an optimizer that are most likely former ones of a model.
+    """Raise or warn if an optimizer seems to hold parameters that a model had before.
 
-    This needs parameters of the models that are in no optimizer. If all of them are, that is a
-    RuntimeError. Otherwise it warns of an optimizer that has none, if its own have the shapes of a
-    model's; or that has some which no module or variable holds any more. Other parameters may be of
-    a loss, or of a model that amp was not given.
+    Nothing is checked unless some parameter of the models is in no optimizer. If none is in one, a
+    RuntimeError is raised. Otherwise there is a warning for an optimizer without parameters of the
+    models, if its own have the shapes of a model's; and for one with parameters that no module or
+    variable holds any more. Other parameters may belong to a loss, or to a model without amp.
     """
     held = [[p for one in with_wrapped(each) for p in parameters(one)] for each in optimizers]
     stepped = {id(param) for params in held for param in params}
@@ -383,13 +383,13 @@ def _check_strangers(
     is_none_trained = stepped.isdisjoint(names)
     shapes = [[p.shape for p in listed] for listed in own if stepped.isdisjoint(map(id, listed))]
     for optimizer, params in zip(optimizers, held, strict=True):
-        strangers = [param for param in params if id(param) not in names]
-        is_other = len(strangers) == len(params) > 0 and (
+        unknown = [param for param in params if id(param) not in names]
+        is_other = len(unknown) == len(params) > 0 and (
             is_none_trained or [p.shape for p in parameters(optimizer)] in shapes
         )
-        if is_other or _some_is_forgotten(strangers):
+        if is_other or _some_is_forgotten(unknown):
             message = (
-                f"{type(optimizer).__name__} has {len(strangers)} parameter(s) of no model passed "
+                f"{type(optimizer).__name__} has {len(unknown)} parameter(s) of no model passed "
                 f"to amp.initialize, and {names[id(left_out[0])]!r} ({len(left_out)} such in all) "
                 "is in no optimizer, so it would not be trained. Was the optimizer created before "
                 "the model was copied, or before its parameters were replaced (weight_norm, "

@@ -149,7 +149,7 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
     given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     for name in given.keys() & _TYPES:
         _check_dtype(name, given[name])
-    # The level's own say first: at O1 and O4 any value of these is an error, "True" or nonsense.
+    # First by level: at O1 and O4 any value of these is an error, "True" and invalid ones alike.
     if level.patch_torch_functions:
         _check_casts_no_weights(level.opt_level, given)
     for name in given.keys() & _SWITCHES:
@@ -177,7 +177,7 @@ def make_policy(opt_level: str, **overrides: object) -> Policy:
 
 _TYPES = {"cast_model_type", "cast_model_outputs", "patch_torch_functions_type"}
 _SWITCHES = {"patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "fuse"}
-# No number, though 1 == True.
+# Numbers are not switches, although 1 == True.
 _SWITCH = Rule(lambda value: value in ("True", "False") or value is bool(value), "True or False")
 _SPLIT_SWITCH = Rule(
     lambda value: value == "split" or _SWITCH.accepts(value), "True, False or 'split'"
@@ -190,7 +190,7 @@ _LOSS_SCALE = Rule(
 
 
 def parse_switch(name: str, value: object) -> Any:
-    """True or False, as such or as the words that command lines give; "split" as it is.
+    """The value of a switch, given as such or as the string of a command line; or "split".
 
     Raises:
         ValueError: anything else; AssertionError of ``keep_batchnorm_fp32``, as in apex.
