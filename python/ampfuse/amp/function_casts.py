@@ -37,17 +37,17 @@ def half_function(function: Function) -> Function:
 
 
 def bfloat16_function(function: Function) -> Function:
-    """Decorator like :func:`half_function`, with bfloat16."""
+    """Decorator: cast tensors for `function` like :func:`half_function`, to bfloat16."""
     return _casting(function, lambda tensors: torch.bfloat16)
 
 
 def float_function(function: Function) -> Function:
-    """Decorator like :func:`half_function`, with float32."""
+    """Decorator: cast tensors for `function` like :func:`half_function`, to float32."""
     return _casting(function, lambda tensors: torch.float32)
 
 
 def promote_function(function: Function) -> Function:
-    """Decorator like :func:`half_function`, with the widest type among the arguments."""
+    """Decorator: cast tensors for `function` like :func:`half_function`, to the widest type."""
     return _casting(function, _widest)
 
 
@@ -64,17 +64,17 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """Register a :func:`bfloat16_function`, like :func:`register_half_function`."""
+    """Make `name` of `module` a :func:`bfloat16_function`, see :func:`register_half_function`."""
     _register(module, name, bfloat16_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Register a :func:`float_function`, like :func:`register_half_function`."""
+    """Make `name` of `module` a :func:`float_function`, see :func:`register_half_function`."""
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Register a :func:`promote_function`, like :func:`register_half_function`."""
+    """Make `name` of `module` a :func:`promote_function`, see :func:`register_half_function`."""
     _register(module, name, promote_function)
 
 
