@@ -27,8 +27,15 @@ from ampfuse.amp.initialize import initialize
 from ampfuse.amp.policy import LEVELS
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.devices import device_name
-from ampfuse.insight import inputs
-from ampfuse.insight.reports import aligned, figures
+from ampfuse.insight.reporting import (
+    LossFunction,
+    aligned,
+    check_owned,
+    check_types,
+    figures,
+    loss_of,
+    same_random_numbers,
+)
 from ampfuse.measuring import ProcessMemory, StepClock
 
 # At equal speed: no loss scale before one, FP32 weights before half ones.
@@ -98,7 +105,7 @@ class Advice:
 
 def advise(
     model: nn.Module,
-    loss_function: inputs.LossFunction,
+    loss_function: LossFunction,
     batch: Any,
     optimizer: Optimizer,
     *,
@@ -134,7 +141,7 @@ def advise(
             finite loss, in FP32. What fails at another level is part of the advice.
     """
     levels = (levels,) if isinstance(levels, str) else tuple(dict.fromkeys(levels))
-    inputs.check_types(model, optimizer, "amp.advise(model, loss_function, batch, optimizer)")
+    check_types(model, optimizer, "amp.advise(model, loss_function, batch, optimizer)")
     _check(model, optimizer, levels, seconds=seconds, steps=steps)
     task = _Task(eager_module(model), optimizer, loss_function)
     with _untouched(task):
@@ -163,7 +170,7 @@ def _check(model: nn.Module, optimizer: Any, levels: Sequence[str], **positive: 
         )
     stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
     suggestion = "Create it from model.parameters(), or put all it trains into one module."
-    inputs.check_owned(model, stepped, suggestion)
+    check_owned(model, stepped, suggestion)
     if unknown := [level for level in levels if level not in LEVELS]:
         raise ValueError(f"Unknown level {unknown[0]!r}; the levels are {', '.join(LEVELS)}.")
     if wrong := [name for name, value in positive.items() if not value > 0]:
@@ -244,7 +251,7 @@ class _Task:
         clean = 0
         for batch in itertools.islice(itertools.cycle(self.batches), _MAX_ATTEMPTS):
             skipped = optimizer.skipped_steps["nonfinite"]
-            step(batch, functools.partial(inputs.call, self._loss_function))
+            step(batch, functools.partial(loss_of, self._loss_function))
             if all(parameter.grad is None for parameter in model.parameters()):
                 raise ValueError(f"{_ORIGINAL} The copy got no gradient.")
             clean = clean + 1 if optimizer.skipped_steps["nonfinite"] == skipped else 0
@@ -293,7 +300,7 @@ def _untouched(task: _Task) -> Iterator[None]:
     hook = task.model.register_forward_pre_hook(refuse)
     try:
         with (
-            inputs.same_random_numbers(),
+            same_random_numbers(),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
             torch.autocast(task.device.type, enabled=False),

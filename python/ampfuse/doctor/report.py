@@ -23,8 +23,7 @@ from ampfuse import hardware
 from ampfuse.devices import device_name
 from ampfuse.doctor.profile import HALVES, LABELS, Event, Operation, Profile
 from ampfuse.doctor.watch import Finished, Watch
-from ampfuse.insight.inputs import same_random_numbers
-from ampfuse.insight.reports import Finding, figures
+from ampfuse.insight.reporting import Finding, figures, same_random_numbers
 from ampfuse.measuring import StepClock
 from ampfuse.optim.fused import FUSED
 

@@ -17,7 +17,7 @@ from ampfuse.insight.memory import MemoryReport, memory_report
 from ampfuse.insight.memory_plan import Plan, plan
 from ampfuse.insight.meter import Meter, TensorReading
 from ampfuse.insight.overflow import OverflowWatch, explain_overflow
-from ampfuse.insight.reports import Finding
+from ampfuse.insight.reporting import Finding
 
 __all__ = [
     "Explanation",

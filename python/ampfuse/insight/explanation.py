@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from ampfuse.insight.reports import dtype_name
+from ampfuse.insight.reporting import dtype_name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,13 @@ from ampfuse import pytree
 from ampfuse._schema import STORAGES
 from ampfuse.amp.casts import eager_module, is_affine_batch_norm
 from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.insight.inputs import check_owned, check_types, output_of, same_random_numbers
-from ampfuse.insight.reports import aligned
+from ampfuse.insight.reporting import (
+    aligned,
+    check_owned,
+    check_types,
+    output_of,
+    same_random_numbers,
+)
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.masters import MasterParameter, gradient_as_it_is

@@ -33,10 +33,9 @@ from ampfuse.amp.casts import Casts, cast_model, eager_module, install, is_insta
 from ampfuse.amp.policy import LEVELS, Policy, make_policy
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.half_ops import cpu_half_ops
-from ampfuse.insight import inputs
 from ampfuse.insight.live_memory import LiveMemory, compiled_graphs
 from ampfuse.insight.memory import bytes_of, counts_of_states, held_bytes, size
-from ampfuse.insight.reports import aligned
+from ampfuse.insight.reporting import LossFunction, aligned, loss_of, output_of, same_random_numbers
 from ampfuse.nn import fuse, linear_cross_entropy, recompute_norms
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.muon import step_bytes
@@ -73,7 +72,7 @@ def plan(
     optimizer: str | Callable[[Any], Optimizer] = "AdamW",
     *,
     opt_level: str = "O5",
-    loss_function: inputs.LossFunction | None = None,
+    loss_function: LossFunction | None = None,
     budget: str | float | None = None,
     device: str = "cuda",
     fuse: bool = False,
@@ -256,7 +255,7 @@ class PlannedTraining:
 
     model: nn.Module
     batch: Any
-    loss_function: inputs.LossFunction | None
+    loss_function: LossFunction | None
     device: str
     make: Callable[[nn.Module], Optimizer]
     fuse: bool = False
@@ -323,7 +322,7 @@ class PlannedTraining:
     def _pass(self, policy: Policy, changes: tuple[str, ...]) -> tuple[int, int]:
         """What a forward pass keeps for its backward, and the most at one time in both."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(inputs.same_random_numbers())
+            stack.enter_context(same_random_numbers())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(cpu_half_ops())  # a GPU's rules of autocast
             model = self._model(policy, is_fused=self.fuse or "fuse" in changes)
@@ -346,12 +345,12 @@ class PlannedTraining:
                 if self.compiled:
                     called: Any = model.base_model if loss_function is _language_loss else model
                     stack.enter_context(compiled_graphs(called, live))
-                    inputs.call(loss_function, model, batch).backward()
+                    loss_of(loss_function, model, batch).backward()
                     model.zero_grad()
                 stack.enter_context(live)
                 for _ in range(2 if self.accumulate else 1):
                     before = live.now
-                    loss = inputs.call(loss_function, model, batch)
+                    loss = loss_of(loss_function, model, batch)
                     kept = live.now - before
                     loss.backward()
                     del loss
@@ -423,7 +422,7 @@ def _as_on_gpu() -> Iterator[None]:
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
-    output = inputs.output_of(model, batch)
+    output = output_of(model, batch)
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
     outputs = [each for each in pytree.tensors(output) if each.requires_grad]

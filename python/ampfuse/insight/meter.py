@@ -20,7 +20,7 @@ from torch import Tensor
 from ampfuse._schema import METER_COUNTS, UPDATE_FACTOR
 from ampfuse.async_read import Sample, is_captured
 from ampfuse.dtypes import HALF_DTYPES
-from ampfuse.insight.reports import Finding, aligned, dtype_name
+from ampfuse.insight.reporting import Finding, aligned, dtype_name
 from ampfuse.optim.fused import FusedOptimizer
 
 if TYPE_CHECKING:

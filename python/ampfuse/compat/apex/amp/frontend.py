@@ -14,9 +14,8 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp import state_dict as state_dict
 from ampfuse.amp.casts import Casts
 from ampfuse.amp.initialize import set_up, turn_off
-from ampfuse.compat.apex.amp import patches
 from ampfuse.compat.apex.amp._amp_state import _amp_state, add_stash, warn_or_err
-from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
+from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle, replace_functions
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.signatures import takes
 
@@ -117,7 +116,7 @@ def initialize(models: Any, given: dict[str, Any]) -> Any:
     vars(_amp_state).update(bounds)
     _amp_state.handle = NoOpHandle(_as_list(models))
     if policy.autocast_type is not None:
-        patches.install()
+        replace_functions()
         on = Casts.of(policy)
         casts = on, Casts(inputs=on.inputs, outputs=on.outputs)
         _amp_state.handle = AmpHandle(session, dict.fromkeys(_as_list(models), casts))

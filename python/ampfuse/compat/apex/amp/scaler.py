@@ -12,8 +12,8 @@ from torch import Tensor
 import ampfuse.amp.scaler
 from ampfuse import ops
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
+from ampfuse.compat.apex.list_steps import set_flag
 from ampfuse.compat.apex.signatures import takes
-from ampfuse.compat.apex.tensor_lists import set_flag
 
 # The rule in pickles, in the order of its fields; and where the constructor's argument differs.
 _PICKLED = "scale_factor backoff_factor scale_seq_len min_loss_scale max_loss_scale hysteresis"
