@@ -34,14 +34,12 @@ from ampfuse.amp.policy import LEVELS, Policy, make_policy
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.half_ops import cpu_half_ops
 from ampfuse.insight.live_memory import LiveMemory, compiled_graphs
-from ampfuse.insight.memory import bytes_of, counts_of_states, held_bytes, size
+from ampfuse.insight.memory import KINDS, bytes_of, counts_of_states, held_bytes, size
 from ampfuse.insight.reporting import LossFunction, aligned, loss_of, output_of, same_random_numbers
 from ampfuse.nn import fuse, linear_cross_entropy, recompute_norms
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.muon import step_bytes
 
-# Of held memory, in the order of the table; `peak` is the most at one time.
-KINDS = "weights gradients accumulators masters states average activations peak".split()
 _FP32_LEVEL = {"O2": "O1", "O3": "O1", "O5": "O4"}
 
 
@@ -157,9 +155,9 @@ def plan(
 class Plan:
     """What :func:`plan` found; ``print`` shows it as a table.
 
-    `held` has bytes by mode and kind (see `KINDS`); a mode is a level, or begins with "+": a change
-    that is added to all before it. `asked` is the place of the level that was asked for, `budget`
-    is in bytes or None, and `parameters` counts elements.
+    `held` has bytes by mode and kind, and under "peak" the most at one time. A mode is a level, or
+    begins with "+": a change that is added to all before it. `asked` is the place of the level that
+    was asked for, `budget` is in bytes or None, and `parameters` counts elements.
     """
 
     heading: str
@@ -194,7 +192,7 @@ class Plan:
 
     def table(self) -> str:
         """A row for each mode: what it holds by kind, its peak, and whether it fits."""
-        kinds = [kind for kind in KINDS if any(row[kind] for row in self.held.values())]
+        kinds = [kind for kind in (*KINDS, "peak") if any(row[kind] for row in self.held.values())]
         lines = [["", *kinds, *([f"fits {size(self.budget)}"] if self.budget else [])]]
         for mode, row in self.held.items():
             cells = [size(row[kind]) if row[kind] else "-" for kind in kinds]
