@@ -33,7 +33,7 @@ Probe = tuple[str, Callable[[], Facts]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """The command has no arguments."""
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -173,7 +173,7 @@ def _gpus() -> Facts:
 
 
 def _gpu_status(device: Any) -> str:
-    """Whether ampfuse uses a GPU, and at which levels; or why not, and what to do."""
+    """Say whether ampfuse uses a GPU, and at which levels; or why not, and what to do."""
     import torch
 
     from ampfuse import gpus
@@ -202,7 +202,7 @@ def _why_no_gpu(built_for: str) -> str:
         return gpus.no_kernels_for(built_for)
     try:
         torch.cuda.init()
-    except Exception as error:  # torch's own words for a driver that is missing or too old
+    except Exception as error:  # torch's own message for a driver that is missing or too old
         return str(error)
     return "CUDA_VISIBLE_DEVICES may hide them"
 

@@ -42,7 +42,7 @@ from ampfuse.measuring import ProcessMemory, StepClock
 _PREFERENCE = ("O4", "O5", "O1", "O2", "O3")
 _EQUAL = 1.05  # times nearer than that are the same; a level that gains less does not pay
 _MAX_SKIPPED = 0.05  # of the steps, once the loss scale is stable
-_NEGLIGIBLE = 0.01  # of the way that FP32's loss went: less is nothing one could see
+_NEGLIGIBLE = 0.01  # fraction of the decrease of FP32's loss; smaller deviations are invisible
 _ROUNDING = 2.0**-8  # to BF16: of a loss, and of the weights that another seed starts from
 _WINDOWS = 8  # of a curve, of which the means are compared
 _SEEDS = 2  # further trainings in FP32
@@ -56,11 +56,11 @@ _ORIGINAL = "loss_function(model, batch) must use the model it is passed, which 
 
 @dataclass(frozen=True)
 class Row:
-    """What one level did.
+    """The training at one level.
 
-    `losses` and `milliseconds` are those of each step. `skipped` counts steps that were left out,
-    after the loss scale was stable; `stale` has the parameters without master of which rounding
-    kept nearly all weights. `speedup` and `deviation` compare with O0, `allowed` is the deviation
+    `losses` and `milliseconds` have one value for each step. `skipped` counts skipped steps after
+    the loss scale was stable; `stale` has the parameters without a master that lost nearly all
+    updates to rounding. `speedup` and `deviation` compare with O0, `allowed` is the deviation
     that counts as none, and `blocker` says why the level is not to be used.
     """
 
@@ -82,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """What :func:`advise` found: the recommended `level`, the `reason` for it in words, and a
+    """The result of :func:`advise`: the recommended `level`, the `reason` for it as text, and a
     :class:`Row` for each level; ``print`` shows it as a table."""
 
     level: str
@@ -181,7 +181,7 @@ def _check(model: nn.Module, optimizer: Any, levels: Sequence[str], **positive: 
 
 
 class _Task:
-    """What is trained: copies of `model` and `optimizer`, which are the user's own."""
+    """Trains copies of `model` and `optimizer`, which are the user's own."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loss_function: Any) -> None:
         self.model, self._optimizer, self._loss_function = model, optimizer, loss_function
@@ -245,7 +245,7 @@ class _Task:
         return Row(level, tuple(torch.stack(losses).tolist()), tuple(times), skipped, stale)
 
     def _stable_scale(self, level: str) -> float | None:
-        """Where a dynamic loss scale comes down to; None if it finds none. Kernels are chosen."""
+        """The value that a dynamic loss scale comes down to, or None. Also a warm-up of kernels."""
         _seed(0)
         model, optimizer, step = self._start(level)
         clean = 0
@@ -320,7 +320,7 @@ def _untouched(task: _Task) -> Iterator[None]:
 
 
 def conclude(rows: Sequence[Row], seeded: Sequence[Row], batches: int, device: str) -> Advice:
-    """What `rows`, O0 first, and the other seeds' trainings of O0 say."""
+    """The advice from `rows`, O0 first, and the trainings of O0 with other seeds."""
     judged = [_judged(row, rows[0], seeded, batches) for row in rows]
     judged.sort(key=lambda row: row.level)
     return Advice(*_recommend(judged), tuple(judged), device)

@@ -1,4 +1,4 @@
-"""What is known about the first inf or NaN of a step, and in words what helps against it."""
+"""The explanation of a step's first inf or NaN, with a suggestion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ampfuse.insight.reporting import dtype_name
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Where an inf or a NaN originated that reached the loss or a gradient.
+    """The origin of an inf or a NaN that reached the loss or a gradient.
 
     Attributes:
         phase: "forward" or "backward", where an operation gave it; "data" or "weights", where the
@@ -55,7 +55,7 @@ class Explanation:
 
     @property
     def place(self) -> str:
-        """The module in words: ``"encoder.0 (Linear)"``."""
+        """The module as text: ``"encoder.0 (Linear)"``."""
         if self.module is None:
             return "code outside of the model"
         return f"{self.module or 'the model'} ({self.module_type})"
@@ -75,13 +75,13 @@ class Explanation:
 
     @property
     def is_harmless(self) -> bool:
-        """True while a dynamic loss scale is finding its value: it helps itself."""
+        """True while a dynamic loss scale is still adapting: nothing has to be done."""
         fitting = self.fitting_scale
         return self.dynamic and fitting is not None and 1 <= fitting < self.scale
 
     @property
     def suggestion(self) -> str:
-        """What helps, in a sentence or two."""
+        """The fix, in a sentence or two."""
         skips = max(1, round(math.log2(self.scale / (self.fitting_scale or self.scale))))
         return next(suggestion for when, suggestion in _SUGGESTIONS if when(self)).format(
             e=self,

@@ -96,7 +96,7 @@ def memory_report(
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """What :func:`memory_report` found; ``print`` shows it as a table.
+    """The result of :func:`memory_report`; ``print`` shows it as a table.
 
     `held` has the bytes by kind, `expected` the kinds that were computed and not measured;
     `budget` is in bytes or None, and `parameters` counts elements.

@@ -77,8 +77,8 @@ def plan(
     compiled: bool = False,
     accumulate: bool = False,
 ) -> Plan:
-    """What a training of `model` needs, by kind and at its peak: at `opt_level`, in FP32, under
-    autocast, and with what reduces it, one change after another.
+    """Plan the memory of a training of `model`, by kind and at its peak: at `opt_level`, in FP32,
+    under autocast, and with changes that reduce it, one after another.
 
     Nothing is computed and nothing is allocated: the model may be larger than the machine. `model`
     does not change.
@@ -153,7 +153,7 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What :func:`plan` found; ``print`` shows it as a table.
+    """The result of :func:`plan`; ``print`` shows it as a table.
 
     `held` has bytes by mode and kind, and under "peak" the most at one time. A mode is a level, or
     begins with "+": a change that is added to all before it. `asked` is the place of the level that
@@ -168,7 +168,7 @@ class Plan:
     notes: Sequence[str]
 
     def fits(self, mode: str) -> bool:
-        """Whether the peak of `mode` is within the budget. Raises ValueError without a budget."""
+        """Compare the peak of `mode` with the budget. Raises ValueError without a budget."""
         if self.budget is None:
             raise ValueError("there is no budget: pass budget= to ampfuse.plan")
         return self.held[mode]["peak"] <= self.budget
@@ -228,7 +228,7 @@ def _maker_of(optimizer: Any) -> Callable[[nn.Module], Optimizer]:
     if isinstance(optimizer, str):
         kind = getattr(ampfuse.optim, optimizer, getattr(torch.optim, optimizer, None))
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise ValueError(f"{optimizer!r} is no optimizer of ampfuse.optim or torch.optim")
+            raise ValueError(f"{optimizer!r} is not an optimizer of ampfuse.optim or torch.optim")
 
     def make(model: nn.Module) -> Optimizer:
         params: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -266,7 +266,7 @@ class PlannedTraining:
         self._passes: dict[Any, tuple[int, int]] = {}
 
     def can(self, change: str) -> bool:
-        """Whether a change of the model applies to this one."""
+        """Return whether a change of the model applies to this one."""
         if change == "linear_cross_entropy":
             return self.loss_function is None and _has_language_head(self.model, self.batch)
         if change == "fuse":
@@ -318,7 +318,7 @@ class PlannedTraining:
         return model
 
     def _pass(self, policy: Policy, changes: tuple[str, ...]) -> tuple[int, int]:
-        """What a forward pass keeps for its backward, and the most at one time in both."""
+        """Bytes that a forward pass keeps for its backward, and the most at one time in both."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(same_random_numbers())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -428,7 +428,7 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _has_language_head(model: nn.Module, batch: Any) -> bool:
-    """Whether it is a causal language model of transformers, whose batch has labels."""
+    """Return whether `model` is a causal language model of transformers and has labels."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     has_labels = isinstance(batch, Mapping) and "labels" in batch
     return has_labels and isinstance(head, nn.Linear) and hasattr(model, "base_model")

@@ -1,7 +1,7 @@
-"""The meter: what half precision does to the weights and gradients of each tensor, step by step.
+"""The meter: counts of lost updates and gradient underflow for each tensor, step by step.
 
-A metered step is an ordinary one, with the same bits, that counts while it updates. What it counts
-goes to the host by itself; nothing waits until it is read.
+A metered step is an ordinary one, with the same bits, that counts while it updates. The counts go
+to the host in the background; only reading them synchronizes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TensorReading:
-    """One tensor in one metered step. In a skipped step, and of a tensor without a gradient, all
-    counts are 0.
+    """One tensor in one metered step. All counts are 0 if the step was skipped, or if the tensor
+    has no gradient.
 
     Attributes:
         step: the optimizer's, from 1 when the meter was made, skipped ones included.
@@ -146,19 +146,19 @@ class Meter:
         return None if is_captured(table.param(0)) else table.plan.new_meter(self._keeps_bits)
 
     def after_update(self, table: ParamTable, buffers: list[Tensor]) -> None:
-        """Have what the step left brought to the host."""
+        """Start copying the counts of the step to the host."""
         self._records.append(_Record(self._steps, table, buffers))
 
     # --- reading --------------------------------------------------------------------------------
 
     @property
     def readings(self) -> list[TensorReading]:
-        """The readings of all metered steps that are kept, in order; waits for the device."""
+        """The readings of all metered steps that are kept, in order. Synchronizes."""
         return [row for record in self._records for row in record.rows]
 
     @property
     def advice(self) -> list[Finding]:
-        """What the last metered steps say is wrong, with what to do; waits for the device."""
+        """The problems in the last metered steps, with suggestions. Synchronizes."""
         return _find(self.readings)
 
     def report(self) -> str:
@@ -166,7 +166,7 @@ class Meter:
         return _report(self.readings)
 
     def changed(self, parameter: str) -> Tensor:
-        """Which weights of `parameter` changed their bits in the last metered step.
+        """Find the weights of `parameter` that changed their bits in the last metered step.
 
         Returns:
             bool, of the parameter's shape, on its device.
@@ -184,7 +184,7 @@ class Meter:
 
 
 class _Record:
-    """What one metered step left."""
+    """The counts of one metered step."""
 
     def __init__(self, step: int, table: ParamTable, buffers: Sequence[Tensor]) -> None:
         self.step, self.table = step, table
@@ -237,7 +237,7 @@ class _Record:
         )
 
 
-# --- what readings say ----------------------------------------------------------------------------
+# --- findings -------------------------------------------------------------------------------------
 
 # Problems: the kind, when a tensor has it, what is said, and what helps. The first one counts.
 # fmt: off
@@ -281,7 +281,7 @@ def _find(readings: Iterable[TensorReading]) -> list[Finding]:
     return found
 
 
-def _in_words(findings: Sequence[Finding]) -> str:
+def _as_text(findings: Sequence[Finding]) -> str:
     """Each kind with its suggestion, once, and below it where it was found; and how tensors without
     names get some."""
     kinds: dict[tuple[str, str], dict[str, list[str]]] = {}
@@ -312,5 +312,5 @@ def _report(readings: Sequence[TensorReading]) -> str:
             shares = (f"{x:.2%}" if row.elements else "-" for x in row.shares().values())
             ratio = "-" if math.isnan(row.update_ratio) else f"{row.update_ratio:.1e}"
             lines.append((row.parameter, f"{row.elements:,}", kind, *shares, ratio))
-    said = _in_words(_find(readings)) or "No problem found."
+    said = _as_text(_find(readings)) or "No problem found."
     return "\n".join([f"Step {steps[-1]}", *aligned(lines, left=(0, 2)), "", said])

@@ -29,7 +29,7 @@ def explain_overflow(
     *,
     after: int | None = None,
 ) -> OverflowWatch:
-    """Say which module and operation made the first inf or NaN of a training step.
+    """Find the module and the operation that made the first inf or NaN of a training step.
 
     Around any step, its forward pass, backward pass and update::
 
@@ -42,9 +42,9 @@ def explain_overflow(
     again when steps were applied in between. If that step, which runs uncompiled, is finite, and
     as many compiled ones after it are skipped again, it is logged that only these overflow.
 
-    A watched step runs every operation as always and gives the same bits, but waits for the device
-    after each of them. What ``torch.compile`` compiled runs uncompiled in it. An armed watch adds
-    nothing to a step but a count of skipped steps on the device, without waiting for it.
+    A watched step runs every operation as always and gives the same bits, but synchronizes with
+    the device after each of them. Compiled code runs uncompiled in it. An armed watch adds nothing
+    to a step but a count of skipped steps on the device, without synchronization.
 
     Arguments:
         model: a module, whatever it is wrapped in. Names are those of its ``named_modules()``.
@@ -67,7 +67,7 @@ def explain_overflow(
 
 
 class OverflowWatch:
-    """What :func:`explain_overflow` returns.
+    """The result of :func:`explain_overflow`.
 
     Attributes:
         explanation: of the latest watched step; None if there was none, or all was finite.
@@ -183,13 +183,13 @@ _ONLY_COMPILED = (
 
 
 def _has_compiled() -> bool:
-    """Whether torch.compile has made code that ran in this process."""
+    """Return whether code that torch.compile made has run in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return dynamo is not None and dynamo.utils.counters["frames"]["ok"] > 0
 
 
 class _SkipsInARow:
-    """Counts skipped steps in a row, on the device, without waiting for the count.
+    """Counts skipped steps in a row, on the device, without synchronization.
 
     `since_eager` says that the count began after a finite step that ran uncompiled.
     """

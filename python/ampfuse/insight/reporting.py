@@ -25,7 +25,7 @@ def check_types(model: Any, optimizer: Any, how: str) -> None:
 
 
 def check_owned(model: nn.Module, stepped: Collection[Tensor], suggestion: str) -> None:
-    """Raise ValueError unless what an optimizer steps are parameters of `model`."""
+    """Raise ValueError unless the `stepped` tensors of an optimizer are parameters of `model`."""
     known = set(map(id, model.parameters()))
     if strange := sum(id(weight) not in known for weight in stepped):
         raise ValueError(
@@ -35,7 +35,7 @@ def check_owned(model: nn.Module, stepped: Collection[Tensor], suggestion: str) 
 
 
 def output_of(model: nn.Module, batch: Any) -> Any:
-    """What `model` returns for a tensor, a tuple of arguments or a dict of keywords."""
+    """Call `model` with a tensor, a tuple of arguments or a dict of keywords."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*(batch if isinstance(batch, tuple) else (batch,)))
@@ -91,13 +91,13 @@ def same_random_numbers() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or that would pay.
+    """Something that is wrong, or that would help.
 
     Attributes:
         kind: which rule found it, such as "stale" or "fused optimizer".
         suggestion: what to do.
         where: the tensor; "" for a whole step.
-        found: what was measured, in words.
+        found: the measurement, as text.
         gain: how many times as fast a step gets by it; None if it is not about time.
     """
 

@@ -47,7 +47,7 @@ LEFT_OUT = LeftOut()
 
 
 def installed_apex() -> str | None:
-    """Where another package called apex is, imported or importable; None if there is none."""
+    """Find another package called apex, imported or importable; None if there is none."""
     try:
         spec = importlib.util.find_spec("apex")
     except ValueError:  # a module without one
@@ -77,7 +77,7 @@ def install() -> ModuleType:
 
 
 def take_names() -> ModuleType:
-    """What :func:`install` does, without a word of another apex."""
+    """Do what :func:`install` does, without looking for another apex."""
     package = importlib.import_module(_HERE)
     sys.modules.update(_modules())
     torch.serialization.add_safe_globals(_old_pickles())

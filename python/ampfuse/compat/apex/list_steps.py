@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ampfuse import _core, ops
 from ampfuse._schema import ALGORITHMS
-from ampfuse.compat.apex.signatures import takes
 from ampfuse.dtypes import FLOAT_DTYPES, HALF_DTYPES
 
 TensorLists = Sequence[Sequence[Tensor]]
@@ -34,20 +33,26 @@ _LAMB = (
 )
 
 
-def _takes(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
-    """Make ``f(noop_flag, lists, numbers)`` an operation of ``amp_C``.
+def _operation(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
+    """Make ``f(noop_flag, lists, numbers)`` an operation of ``amp_C``, whose arguments lack names.
 
-    `numbers` follow the lists of tensors in a call; those ``per_tensor`` are tensors of as many
-    elements. `lists` are gradients, parameters, half weights that receive these (models), a place
-    for updates, and the states of the algorithm, each with its type as :func:`typed_rows` reads it.
-    A second text is for calls with one list more.
+    A call is ``f(chunk_size, noop_flag, tensor_lists, *values)``. `numbers` are the names of the
+    values; those ``per_tensor`` are tensors of as many elements. `lists` has the names and types of
+    the lists, as :func:`typed_rows` reads them: gradients, parameters, half weights that receive
+    these (models), a place for updates, and the states of the algorithm. A second text is for calls
+    with one list more.
     """
+    names = numbers.split()
 
     def decorate(run: Callable[[Tensor, Lists, Numbers], None]) -> Callable[..., None]:
-        @takes(f"noop_flag tensor_lists {numbers}", first="chunk_size")
         @functools.wraps(run)
-        def operation(chunk_size: int, given: Numbers) -> None:
-            noop_flag, tensor_lists = given.pop("noop_flag"), given.pop("tensor_lists")
+        def operation(_: int, noop_flag: Tensor, tensor_lists: TensorLists, *values: Any) -> None:
+            if len(values) == len(names) - 1 and names[-1] == "use_nvlamb":
+                values = (*values, False)
+            if len(values) != len(names):
+                found = f"got {len(values)} values after the lists of tensors"
+                raise TypeError(f"{run.__name__}: {found}; it takes {', '.join(names)}.")
+            given = dict(zip(names, values, strict=True))
             typed, length = typed_rows(run.__name__, tensor_lists, *lists), len(tensor_lists[0])
             for name, value in given.items():
                 if name.startswith("per_tensor") and value.numel() != length:
@@ -60,7 +65,7 @@ def _takes(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
     return decorate
 
 
-@_takes(
+@_operation(
     "weight_decay momentum dampening lr nesterov first_run wd_after_momentum scale",
     "grads:a params:a momentum_buffer:a",
     "grads:a params:F momentum_buffer:F models:H",
@@ -91,13 +96,13 @@ def multi_tensor_sgd(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     torch._foreach_add_(params, rounded)
 
 
-@_takes(_ADAM, _MOMENTS)
+@_operation(_ADAM, _MOMENTS)
 def multi_tensor_adam(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """Adam on (gradients, parameters, exp_avg, exp_avg_sq); the last two are float32."""
     _step("adam", lists, given)
 
 
-@_takes(f"{_ADAM} inv_scale", _MOMENTS)
+@_operation(f"{_ADAM} inv_scale", _MOMENTS)
 def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """:func:`multi_tensor_adam` with `lr`, `step` and `inv_scale` on the device.
 
@@ -109,19 +114,19 @@ def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, given: Numbers
     checked(ops.unscale, grads, grads, torch.where(stop > 0, torch.ones_like(inverse), inverse))
 
 
-@_takes(f"{_ADAM} inv_scale", "grads:a models:b exp_avg:F exp_avg_sq:F params:F")
+@_operation(f"{_ADAM} inv_scale", "grads:a models:b exp_avg:F exp_avg_sq:F params:F")
 def multi_tensor_adam_capturable_master(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
-    """... on float32 masters, the fifth list; the parameters become what these round to."""
+    """The same on float32 masters, the fifth list; the parameters become what these round to."""
     inspect.unwrap(multi_tensor_adam_capturable)(noop_flag, lists, given)
 
 
-@_takes("lr eps mode weight_decay", "grads:a params:a sum:a")
+@_operation("lr eps mode weight_decay", "grads:a params:a sum:a")
 def multi_tensor_adagrad(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """Adagrad on (gradients, parameters, sums of squares)."""
     _step("adagrad", lists, given)
 
 
-@_takes(
+@_operation(
     "grad_norms lr beta1 beta2 eps step bias_correction weight_decay grad_averaging mode norm_type",
     "grads:a params:a exp_avg:a",
 )
@@ -140,7 +145,7 @@ def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, given: Numbers) -> No
     _norms(noop_flag, lists["grads"])
 
 
-@_takes(f"{_LAMB} use_nvlamb=False", "grads:a params:a exp_avg:a exp_avg_sq:a")
+@_operation(f"{_LAMB} use_nvlamb", "grads:a params:a exp_avg:a exp_avg_sq:a")
 def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """LAMB on (gradients, parameters, exp_avg, exp_avg_sq); leaves the update in the gradients.
 
@@ -150,7 +155,7 @@ def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     _lamb(noop_flag, lists, given, stops=False)
 
 
-@_takes(
+@_operation(
     f"{_LAMB} use_nvlamb found_inf inv_scale",
     "grads:a params:a exp_avg:a exp_avg_sq:a",
     "grads:a params:F exp_avg:F exp_avg_sq:F models:b",
@@ -165,14 +170,15 @@ def multi_tensor_lamb_mp(noop_flag: Tensor, lists: Lists, given: Numbers) -> Non
     _lamb(noop_flag, lists, given, stops=True)
 
 
-@_takes(
+@_operation(
     "per_tensor_decay step beta1 beta2 eps global_grad_norm max_grad_norm",
     "grads:a params:b exp_avg:b exp_avg_sq:b updates:c",
 )
 def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """LAMB's update, on (gradients, parameters, exp_avg, exp_avg_sq, updates).
 
-    `step` counts the steps before this one. The host waits for the decays, which are decoupled.
+    `step` counts the steps before this one. Reading the decays, which are decoupled,
+    synchronizes with the device.
     """
     decays = given["per_tensor_decay"].tolist()
     given["step"] += 1
@@ -184,8 +190,8 @@ def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, given: Number
         _step("lamb_update", alike, given | {"weight_decay": decay}, loss_scale=_clip(given, lists))
 
 
-@_takes(
-    "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb=False",
+@_operation(
+    "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb",
     "params:a grads:b",
 )
 def multi_tensor_lamb_stage2_cuda(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
@@ -243,7 +249,7 @@ def _step(
 
 
 def _floats(value: Tensor | float, lists: Lists) -> Tensor:
-    """As float32 of one dimension, where the tensors are."""
+    """`value` as float32 of one dimension, on the device of the tensors."""
     device = lists["params"][0].device
     return torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(-1)
 
@@ -256,7 +262,7 @@ def _norms(noop_flag: Tensor, tensors: list[Tensor]) -> Tensor:
 
 
 def _clip(given: Numbers, lists: Lists) -> Tensor:
-    """What divides the gradients. A largest norm of 0 is no exception: they become zero."""
+    """The divisor of the gradients. A `max_grad_norm` of 0 is not special: they become zero."""
     norm, largest = (_floats(given[name], lists) for name in ("global_grad_norm", "max_grad_norm"))
     return torch.where(norm > largest, norm / largest, torch.ones_like(norm))
 

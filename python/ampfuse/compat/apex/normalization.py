@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ampfuse.compat.apex.signatures import takes
 from ampfuse.nn import layer_norm, rms_norm
 
 
@@ -21,21 +20,36 @@ def _norm(norm: Any, mixed: bool, input: Tensor, shape: Any, eps: Any, *params: 
     return norm(input.float(), shape, *params, eps=eps).to(params[0].dtype)
 
 
-def _function(norm: Callable[..., Tensor], params: str = "", mixed: bool = False) -> Any:
-    @takes(f"{params} normalized_shape eps=1e-6", first="input")
-    def normalize(input: Tensor, given: dict[str, Any]) -> Tensor:
-        weights = [given[name] for name in params.split()]
-        return _norm(norm, mixed, input, given["normalized_shape"], given["eps"], *weights)
+def fused_layer_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) -> Tensor:
+    return layer_norm(input, normalized_shape, eps=eps)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) -> Tensor:
+    return rms_norm(input, normalized_shape, eps=eps)
+
+
+def _affine_layer_norm(mixed: bool) -> Callable[..., Tensor]:
+    def normalize(
+        input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float = 1e-6
+    ) -> Tensor:
+        return _norm(layer_norm, mixed, input, normalized_shape, eps, weight, bias)
 
     return normalize
 
 
-fused_layer_norm = _function(layer_norm)
-fused_layer_norm_affine = _function(layer_norm, "weight bias")
-mixed_dtype_fused_layer_norm_affine = _function(layer_norm, "weight bias", mixed=True)
-fused_rms_norm = _function(rms_norm)
-fused_rms_norm_affine = _function(rms_norm, "weight")
-mixed_dtype_fused_rms_norm_affine = _function(rms_norm, "weight", mixed=True)
+def _affine_rms_norm(mixed: bool) -> Callable[..., Tensor]:
+    def normalize(
+        input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6
+    ) -> Tensor:
+        return _norm(rms_norm, mixed, input, normalized_shape, eps, weight)
+
+    return normalize
+
+
+fused_layer_norm_affine = _affine_layer_norm(mixed=False)
+mixed_dtype_fused_layer_norm_affine = _affine_layer_norm(mixed=True)
+fused_rms_norm_affine = _affine_rms_norm(mixed=False)
+mixed_dtype_fused_rms_norm_affine = _affine_rms_norm(mixed=True)
 
 
 class _FusedNorm(nn.Module):
@@ -44,13 +58,17 @@ class _FusedNorm(nn.Module):
     _function: Callable[..., Tensor]
     _mixed = False
 
-    @takes("normalized_shape eps=1e-5 elementwise_affine=True memory_efficient=False")
-    def __init__(self, given: dict[str, Any]) -> None:
-        if self._mixed and not given["elementwise_affine"]:
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,  # without effect
+    ) -> None:
+        if self._mixed and not elementwise_affine:
             name = type(self).__name__
             raise RuntimeError(f"{name} has weights; to have none, use the class without Mixed.")
-        memory_efficient = given.pop("memory_efficient")  # accepted and without effect
-        super().__init__(**given)
+        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:

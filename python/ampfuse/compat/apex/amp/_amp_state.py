@@ -18,9 +18,9 @@ from ampfuse.optim.masters import MasterParameter
 
 
 class AmpState:
-    """What the latest ``initialize`` (or ``init``) set up."""
+    """The settings of the latest ``initialize`` (or ``init``)."""
 
-    # The level and overrides in force, and what turns O1's casts off and on. Not there before.
+    # The level and overrides in force, and the handle of O1's casts. Unset before the first call.
     opt_properties: Any
     handle: Any
     # As given to initialize.

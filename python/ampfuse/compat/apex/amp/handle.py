@@ -32,7 +32,6 @@ from ampfuse.amp.scale_loss import loss_block, session_and_optimizers
 from ampfuse.async_read import Sample
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.scaler import LossScaler
-from ampfuse.compat.apex.signatures import takes
 from ampfuse.dtypes import HALF_DTYPES
 from ampfuse.dynamo_disable import dynamo_disable
 from ampfuse.optim import upgrade
@@ -107,7 +106,7 @@ class NoOpHandle:
         return contextlib.nullcontext(loss)
 
     def _clear_cache(self) -> None:
-        """There is none."""
+        """Nothing is cached."""
 
     def _deactivate(self) -> None:
         """Nothing is active."""
@@ -177,7 +176,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """As ``amp.scale_loss``, for the next of the losses; RuntimeError after the last."""
+        """``amp.scale_loss`` for the next of the losses; RuntimeError after the last."""
         if not self._amp_handle.is_active():
             yield loss
             return
@@ -204,11 +203,15 @@ class OptimWrapper:
         return getattr(self._optimizer, name)
 
 
-@takes(
-    "loss_scale='dynamic' enable_caching=True verbose=False allow_banned=False * patch_type=None",
-    first="enabled=True",
-)
-def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
+def init(
+    enabled: bool = True,
+    loss_scale: Any = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype | None = None,
+) -> AmpHandle | NoOpHandle:
     """Cast every operation as O1 does, until the handle's ``_deactivate()``, if `enabled`.
 
     Those in the models of the latest ``initialize`` too, at any level. A second call replaces the
@@ -221,7 +224,7 @@ def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
     if not enabled:
         _amp_state.handle = NoOpHandle(former.models)
         return _amp_state.handle
-    policy = O4 if given["patch_type"] == torch.bfloat16 else O1
+    policy = O4 if patch_type == torch.bfloat16 else O1
     casts_cpu = not torch.accelerator.is_available()
     scalers = list(getattr(_amp_state, "loss_scalers", ()))  # amp.state_dict() has them still
     session = sessions.Session(policy, scalers, everywhere=True, casts_cpu=casts_cpu)
@@ -229,14 +232,14 @@ def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
         half_ops.follow(policy)
     sessions.set_latest(session)
     install_registered()
-    replace_functions(given["allow_banned"])
+    replace_functions(allow_banned)
     casts = {}
     for model in former.models:
         before: Any = eager_module(model)._amp_casts
         with_casts = dataclasses.replace(before, autocast=before.autocast or policy.autocast_type)
         casts[model] = with_casts, before
     _amp_state.handle = handle = AmpHandle(session, casts)
-    handle.has_cache, handle.verbose = given["enable_caching"], given["verbose"]
+    handle.has_cache, handle.verbose = enable_caching, verbose
     handle._is_active = handle.is_of_init = True
     return handle
 
