@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -334,7 +334,7 @@ def measure_attention(event: Event, device: torch.device) -> dict[str, list[floa
         for sizes, strides, kind in zip(event.dims, event.strides, event.types, strict=False)
         if sizes and kind in _DTYPES
     )
-    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    inputs: list[Any] = [tensor.requires_grad_() for tensor in (query, key, value)]
     options["enable_gqa"] = query.shape[1] != key.shape[1]
     found = {}
     with same_random_numbers(), torch.enable_grad():

@@ -68,7 +68,7 @@ class _FusedNorm(nn.Module):
         if self._mixed and not elementwise_affine:
             name = type(self).__name__
             raise RuntimeError(f"{name} has weights; to have none, use the class without Mixed.")
-        super().__init__(normalized_shape, eps, elementwise_affine)  # type: ignore[call-arg]
+        super().__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class FusedAdam(fused.FusedAdam):
         super().__init__(params, lr, bias_correction, betas, eps, use_mt=use_mt, **given)
 
     @torch.no_grad()
-    def step(
+    def step(  # type: ignore[override]
         self,
         closure: Any = None,
         grads: Any = None,

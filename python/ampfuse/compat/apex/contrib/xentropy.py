@@ -22,6 +22,7 @@ class SoftmaxCrossEntropyLoss:
 
         Those of half logits are FP32 with `half_to_float`; else they have the logits' type.
         """
-        options = {"ignore_index": padding_idx, "label_smoothing": smoothing}
-        losses = cross_entropy(logits, labels, reduction="none", **options)
+        losses = cross_entropy(
+            logits, labels, ignore_index=padding_idx, label_smoothing=smoothing, reduction="none"
+        )
         return losses if half_to_float else losses.to(logits.dtype)
