@@ -20,7 +20,7 @@ import ampfuse
 from ampfuse.hardware import core_count, cpu_flags, cpu_has_bf16, cpu_model, nvidia_driver
 
 _PACKAGES = ("torch", "numpy", "scikit-learn", "matplotlib", "rich", "triton")
-# What ampfuse or torch picks code by, in Linux's names.
+# Instruction sets that ampfuse or torch picks code by, in Linux's names.
 _X86_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
 _ARM_FLAGS = ("asimd", "fphp", "asimdhp", "bf16", "sve")
 _VARIABLES = ("AMPFUSE_", "ATEN_", "CUDA", "LD_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH_")

@@ -40,7 +40,7 @@ from ampfuse.measuring import ProcessMemory, StepClock
 
 # At equal speed: no loss scale before one, FP32 weights before half ones.
 _PREFERENCE = ("O4", "O5", "O1", "O2", "O3")
-_EQUAL = 1.05  # times nearer than that are the same; a level that gains less does not pay
+_EQUAL = 1.05  # times nearer than that are the same; a level that gains less is not worth it
 _MAX_SKIPPED = 0.05  # of the steps, once the loss scale is stable
 _NEGLIGIBLE = 0.01  # fraction of the decrease of FP32's loss; smaller deviations are invisible
 _ROUNDING = 2.0**-8  # to BF16: of a loss, and of the weights that another seed starts from
@@ -355,8 +355,8 @@ def _blocker_of(row: Row, deviation: float, allowed: float) -> str | None:
 def distance(a: Sequence[float], b: Sequence[float], batches: int) -> float:
     """The largest difference of two curves, in means of an eighth of the steps they share.
 
-    That is of whole rounds through the `batches`, where there are enough: else their order would
-    be part of it. inf if one is not finite.
+    The means are of whole rounds through the `batches`, where there are enough: else their order
+    would be part of it. inf if one is not finite.
     """
     steps = min(len(a), len(b))
     pairs = zip(_means(a, batches, steps), _means(b, batches, steps), strict=True)

@@ -61,7 +61,7 @@ _NAMES = [
         ("memory", r"Optimizer\.zero_grad#.*"),
     )
 ]
-# What is inside these belongs to them, whatever it is; but for a closure.
+# All events inside of these count as theirs, except a closure.
 _ENCLOSING = frozenset({"data", "optimizer", "communication"})
 _MATRIX_KERNEL = re.compile(r"gemm|cutlass|conv|wgrad|dgrad|fprop|xmma|attention|flash|nvjet", re.I)
 _TENSOR_CORES = re.compile(r"tf32|1688|16816|884|hmma|wgmma|tensorop|xmma|flash|nvjet|sm90", re.I)

@@ -53,16 +53,17 @@ class Share(NamedTuple):
 class Report:
     """The doctor's findings. Times are of one step without the profiler, in milliseconds.
 
-    `problem` says in a line why there are none. `step_ms` is the mean of `steps` timed steps,
-    `profiled_ms` that of as many profiled ones. `shares` say where the time goes and sum up to
-    `step_ms`, `operations` which take most, `syncs` which lines of the program synchronize with the
-    device (or would, with a GPU), `attention` which backend computes it and how fast each is, and
-    `advice` what would help.
+    `problem` says in a line why there are none. `seen` counts optimizer steps. `step_ms` is the
+    mean of `steps` timed steps, `profiled_ms` that of as many profiled ones. `shares` say where the
+    time goes and sum up to `step_ms`, `operations` which take most, `syncs` which lines of the
+    program synchronize with the device (or would, with a GPU), `attention` which backend computes
+    it and how fast each is, and `advice` what would help.
     """
 
     script: str = ""
     problem: str | None = "nothing was measured yet"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seen: int = 0
     steps: int = 0
     step_ms: float = 0.0
     fastest_ms: float = 0.0
@@ -89,8 +90,8 @@ class Report:
         """The bottleneck as a sentence."""
         kind = max(BOUNDS[self.bottleneck], key=self.share_of)
         share = f"{LABELS[kind]} takes {self.share_of(kind):.0%} of the time"
-        pays = "" if self.advice else ". No change that the doctor knows would help"
-        return f"bound by {self.bottleneck}: {share}{pays}"
+        rest = "" if self.advice else ". No change that the doctor knows would help"
+        return f"bound by {self.bottleneck}: {share}{rest}"
 
     @property
     def half_limit(self) -> float:
@@ -178,23 +179,13 @@ def examine(
     watch = Watch(warmup, steps, stop)
     with watch, contextlib.suppress(Finished):
         yield report
-    fill(report, watch)
+    if watch.is_own_process():
+        _complete(report, watch)
 
 
-def fill(report: Report, watch: Watch) -> None:
-    """Complete `report` from what `watch` saw, or with the problem, if that was not enough."""
-    report.problem = watch.problem
-    if watch.seen == 0:
-        report.problem = (
-            "no torch.optim.Optimizer made a step in this process; if other processes train, use "
-            "`with ampfuse.doctor.examine():` around their loop"
-        )
-    elif watch.profiler is None and not report.problem:
-        needed = watch.warmup + 2 * watch.steps + 1  # the first profiled one is left out
-        report.problem = (
-            f"the training ended after {watch.seen} optimizer step{'s' * (watch.seen > 1)}; "
-            f"{needed} are needed: reduce warmup and steps"
-        )
+def _complete(report: Report, watch: Watch) -> None:
+    """Fill in what `watch` saw, or the problem, if that was not enough."""
+    report.seen, report.problem = watch.seen, watch.problem
     if report.problem or watch.profiler is None:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -208,12 +199,8 @@ def fill(report: Report, watch: Watch) -> None:
     report.steps, report.step_ms = len(times), statistics.fmean(times)
     report.fastest_ms, report.slowest_ms = min(times), max(times)
     report.profiled_ms = profile.duration / len(profile.steps) / 1e3
-    report.device, report.optimizers, report.syncs = (
-        watch.device,
-        watch.optimizers,
-        watch.syncs.lines(),
-    )
-    report.operations = profile.operations
+    report.device, report.optimizers = watch.device, watch.optimizers
+    report.syncs, report.operations = watch.syncs.lines(), profile.operations
     for op in report.operations:
         op.ms *= report.step_ms / report.profiled_ms
     for kind in LABELS:
@@ -235,9 +222,9 @@ def _half_pays(name: str) -> Callable[[Report], bool]:
 
 
 # fmt: off
-# What to do, how, when it applies, and the kinds of work of which it saves a part: of the whole a
-# gain is "at most", as if nothing came in its place; of half, "about". Rules with matrix work count
-# only what is not in half precision.
+# A change, how to make it, when it applies, and the kinds of work of which it saves a part. If that
+# is the whole, the gain is "at most", as if nothing came in its place; if half, "about". Rules with
+# matrix work count only work that is not in half precision.
 RULES: tuple[tuple[str, str, Callable[[Report], bool], tuple[str, ...], float], ...] = (
     ("faster loading", "DataLoader(num_workers=..., persistent_workers=True): one for each "
      "core, more if they wait for files; cheaper transforms",

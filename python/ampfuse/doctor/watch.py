@@ -90,7 +90,7 @@ class Watch:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     profiler: profile | None = None
     syncs: SyncRecorder = field(default_factory=SyncRecorder)
-    problem: str | None = None
+    runs_profiler: bool = False  # the training itself
     done: bool = False
 
     def __enter__(self) -> Watch:
@@ -105,11 +105,31 @@ class Watch:
 
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
-        if os.getpid() == self._process:
+        if self.is_own_process():
             self._phases.close()
 
+    def is_own_process(self) -> bool:
+        """False in a process that the training forked."""
+        return os.getpid() == self._process
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why too little was seen for a report."""
+        if self.runs_profiler:
+            return "the script runs torch's profiler itself: turn that off"
+        if self.seen == 0:
+            return (
+                "no torch.optim.Optimizer made a step in this process; if other processes train, "
+                "use `with ampfuse.doctor.examine():` around their loop"
+            )
+        if self.profiler is None:
+            needed = self.warmup + 2 * self.steps + 1  # the first profiled one is left out
+            seen = f"{self.seen} optimizer step{'s' * (self.seen > 1)}"
+            return f"the training ended after {seen}; {needed} are needed: reduce warmup and steps"
+        return None
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if os.getpid() != self._process or self.done:
+        if self.done or not self.is_own_process():
             return None
         if not callable(closure := kwargs.get("closure", *args[1:2])):
             self.syncs.in_step = True
@@ -120,7 +140,7 @@ class Watch:
         return args, kwargs | {"closure": marked}
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if os.getpid() != self._process:
+        if not self.is_own_process():
             return
         self.syncs.in_step = False
         if not self.done:
@@ -154,8 +174,7 @@ class Watch:
         wait_for(self.device)  # a GPU's backlog belongs to the last step
         self.seconds[-1] = time.perf_counter() - begin
         if torch.autograd._profiler_enabled():
-            self.problem = "the script runs torch's profiler itself: turn that off"
-            self.done = True
+            self.runs_profiler = self.done = True
             return
         with silent_stderr():
             self.profiler = profile(record_shapes=True, acc_events=True)

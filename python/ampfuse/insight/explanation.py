@@ -30,7 +30,7 @@ class Explanation:
         aten: the operation as torch dispatched it, such as ``aten._softmax.default``.
         largest_input: largest magnitude among the operation's inputs.
         largest_result: what the result would have reached in a wider type (FP32; for FP32 FP64);
-            inf or NaN if the width is not the cause, None if that cannot be told. For a weight that
+            inf or NaN if the width is not the cause, None if that is unknown. For a weight that
             ``amp.initialize`` made inf by its cast: what it was before.
         line: the line of the program that called the operation forward.
         scale: the number that the loss was multiplied by.
@@ -132,7 +132,7 @@ _REDUCTIONS = frozenset(
 _PRODUCTS = frozenset(
     "linear matmul mm bmm baddbmm addbmm mv dot einsum conv scaled_dot_product_attention".split()
 )
-# What helps where an operation has no finite result in any dtype.
+# The fix where an operation has no finite result in any dtype.
 _NORM = "at 0 a norm has no gradient: add a small number under the root"
 _DOMAIN = {
     "div": "the divisor holds 0: add a small number to it, or clamp it",

@@ -219,7 +219,7 @@ def _activations(model: nn.Module, batch: Any) -> int:
         output = output_of(model, batch)
     for storage in _storages([*model.parameters(), *model.buffers()]):
         kept.pop(storage._cdata, None)
-    # What `output` does not need in its backward is gone.
+    # Tensors that the backward of `output` does not need are gone.
     total = sum(nbytes for reference, nbytes in kept.values() if not reference.expired())
     del output
     return total

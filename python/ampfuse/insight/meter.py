@@ -231,7 +231,7 @@ class _Record:
         bits = self.changed_bits[first : first - (-param.numel() // chunk)].flatten()
         places = torch.arange(8, dtype=torch.uint8, device=bits.device)
         flat = (bits[:, None] >> places & 1).flatten()[: param.numel()].bool()
-        # In memory order, which the parameter's strides tell.
+        # The bits are in memory order, so the mask has the parameter's strides.
         return torch.empty_like(param, dtype=torch.bool).set_(
             flat.untyped_storage(), 0, param.shape, param.stride()
         )
@@ -251,8 +251,8 @@ _RULES: tuple[tuple[str, Callable[[TensorReading], bool], str, str], ...] = (
     ("zero gradient", lambda row: row.zero == row.elements, "every element zero",
      "either nothing in the loss depends on the weight, or everything was below the smallest "
      "number of the gradient's type: then a larger loss scale or BF16 (levels O4, O5) helps."),
-    # In float16 a normal distribution has 5 % there when its deviation is 16 times the smallest
-    # normal number.
+    # 5 % of a normal distribution are subnormal in float16 if its deviation is 16 times the
+    # smallest normal number.
     ("underflow", lambda row: row.subnormal_share >= 0.05,
      "{row.subnormal_share:.0%} of the gradient subnormal and {zero:.0%} zero",
      "subnormal gradients lose digits. Use a dynamic loss scale, a larger one "

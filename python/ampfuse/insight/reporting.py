@@ -117,7 +117,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def figures(value: float, count: int) -> str:
-    """`value` with so many significant figures; large ones whole: ``"33.1"``, ``"1050"``."""
+    """`value` with `count` significant figures; large ones whole: ``"33.1"``, ``"1050"``."""
     return f"{value:.0f}" if value >= 10**count - 0.5 else f"{value:.{count}g}"
 
 

@@ -120,7 +120,7 @@ class Tracker(TorchDispatchMode):
         self._names = {id(module): name for name, module in self.model.named_modules()}
         self._stack: list[nn.Module] = []
         self._origins = Origins()
-        # By address of the memory: parameters and buffers; outputs of modules.
+        # Parameters and buffers, and outputs of modules, by address of the memory.
         self._state: dict[int, tuple[nn.Module, str]] = {}
         self._made_by: dict[int, nn.Module] = {}
         self._parameters: list[tuple[nn.Module, str, Tensor, int]] = []  # and their versions

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _HERE = "ampfuse.compat.apex"
-EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")  # what scripts import besides apex
+EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")  # imported by scripts, like apex
 # Modules of these names which lead here: on ``sys.path``, processes that are spawned find them.
 ON_PATH = Path(__file__).parent / "on_path"
 
@@ -35,7 +35,7 @@ class LeftOut(importlib.abc.MetaPathFinder):
             name = fullname.replace(_HERE, "apex", 1)
             known = (start for start in _INSTEAD if f"{name}.".startswith(f"{start}."))
             instead = _INSTEAD.get(max(known, key=len, default=""), "torch's own modules")
-            # By another name than the one that Python asked for: of that, it would say nothing.
+            # Under the name that Python asked for it would drop this message.
             raise ModuleNotFoundError(
                 f"ampfuse does not provide {name}: use {instead}; docs/from_apex.md lists "
                 "what replaces apex's names.",

@@ -223,7 +223,7 @@ def _step(
 ) -> None:
     """The kernels' step, on gradients divided by `loss_scale`; the first if no step is given."""
     params, roles = lists["params"], ("grads", "params", "models", "updates")
-    # As a parameter group has them.
+    # The options as a parameter group has them.
     group = {"decoupled_weight_decay": given.get("mode", 1), **given}
     if "beta1" in given:
         group["betas"] = given["beta1"], given["beta2"]

@@ -23,7 +23,7 @@ class AmpState:
     # The level and overrides in force, and the handle of O1's casts. Unset before the first call.
     opt_properties: Any
     handle: Any
-    # As given to initialize.
+    # The arguments of initialize.
     verbosity = 1
     min_loss_scale: float | None = None
     max_loss_scale = 2.0**24

@@ -214,7 +214,7 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Cast every operation as O1 does, until the handle's ``_deactivate()``, if `enabled`.
 
-    Those in the models of the latest ``initialize`` too, at any level. A second call replaces the
+    This includes the models of the latest ``initialize``, at any level. A second call replaces the
     first. `patch_type` is float16, or bfloat16 as in ROCm/apex; with `allow_banned` the binary
     cross-entropy of half tensors is computed in FP32, else it raises. The others have no effect.
     """
@@ -261,7 +261,7 @@ def replace_functions(allow_banned: bool = False) -> None:
     install_once(
         Tensor, "cpu", lambda f: _where_half(f, lambda *args, **kw: f(*args, **kw).float())
     )
-    # Of other types too autocast would refuse it.
+    # Autocast would refuse other types too.
     ban = float_function if allow_banned else lambda f: _refusing_half(float_function(f))
     install_once(F, "binary_cross_entropy", ban)
 

@@ -1,4 +1,4 @@
-"""``apex.amp.scaler``: ampfuse's loss scaler with the methods that apex's had besides."""
+"""``apex.amp.scaler``: ampfuse's loss scaler with the other methods of apex's."""
 
 from __future__ import annotations
 

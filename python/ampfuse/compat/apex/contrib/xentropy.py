@@ -20,7 +20,7 @@ class SoftmaxCrossEntropyLoss:
     ) -> Tensor:
         """The losses of `logits` (N, C) at `labels` (N,), int64; zero at those of `padding_idx`.
 
-        Those of half logits are FP32 with `half_to_float`; else they have the logits' type.
+        Losses of half logits are FP32 with `half_to_float`; else they have the logits' type.
         """
         losses = cross_entropy(
             logits, labels, ignore_index=padding_idx, label_smoothing=smoothing, reduction="none"

@@ -146,7 +146,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         dynamic = self.loss_scaler.dynamic
         self._overflow = self.optimizer.found_inf_flag.clone() if dynamic else False
 
-    # Whether the latest gradients overflowed a dynamic scale. Reading it synchronizes.
+    # True if the latest gradients overflowed a dynamic scale. Reading it synchronizes.
     overflow = property(
         lambda self: bool(self._overflow),
         lambda self, value: setattr(self, "_overflow", bool(value)),

@@ -107,11 +107,11 @@ def flat_dist_call(
             tensor.copy_(value)
 
 
-# Not a subclass of torch's: DistributedDataParallel refuses that on the CPU.
+# torch's class cannot be the base: DistributedDataParallel refuses it on the CPU.
 class SyncBatchNorm(_BatchNorm):
     """Batch norm over the batches of all processes, on GPUs and CPUs.
 
-    As torch's, and: with `channel_last` the input's channels are its last dimension, with
+    It extends torch's: with `channel_last` the input's channels are its last dimension, with
     `fuse_relu` a ReLU is applied to the result.
     """
 
