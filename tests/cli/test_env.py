@@ -150,7 +150,7 @@ CARDS = {
     "no XPU": (NONE, {"other": "xpu"}, ".* not for XPU: train on the CPU, or under torch.amp"),
     "no ROCm": (NONE, {"hip": "7.2.0"}, ".* not for ROCm 7.2.0: train on the CPU, or .* torch.amp"),
     "a CPU build": (NONE, {"cuda": None}, "torch is built for CPUs; .* install a CUDA build"),
-    "torch's words": (NONE, {"error": "The driver is too old"}, "The driver is too old$"),
+    "torch's message": (NONE, {"error": "The driver is too old"}, "The driver is too old$"),
     "hidden": (NONE, {}, "CUDA_VISIBLE_DEVICES"),
 }
 

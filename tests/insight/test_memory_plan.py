@@ -32,13 +32,13 @@ class Block(nn.Module):
 class Text(nn.Module):
     """Tied weights, a plain tensor as an attribute, blocks."""
 
-    def __init__(self, width=64, words=4096, depth=3):
+    def __init__(self, width=64, vocabulary=4096, depth=3):
         super().__init__()
         self.embedding, self.blocks = (
-            nn.Embedding(words, width),
+            nn.Embedding(vocabulary, width),
             nn.ModuleList(Block(width) for _ in range(depth)),
         )
-        self.head = nn.Linear(width, words, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         self.places = torch.arange(width)
 

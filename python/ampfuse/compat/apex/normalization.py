@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from ampfuse.nn import layer_norm, rms_norm
 
 
-def _norm(norm: Any, mixed: bool, input: Tensor, shape: Any, eps: Any, *params: Tensor) -> Tensor:
-    if not mixed or params[0].dtype == input.dtype:
+def _mixed(
+    norm: Callable[..., Tensor], input: Tensor, shape: Any, eps: Any, *params: Tensor
+) -> Tensor:
+    """`norm`, with a result of the weights' type."""
+    if params[0].dtype == input.dtype:
         return norm(input, shape, *params, eps=eps)
     return norm(input.float(), shape, *params, eps=eps).to(params[0].dtype)
 
@@ -24,32 +27,32 @@ def fused_layer_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) ->
     return layer_norm(input, normalized_shape, eps=eps)
 
 
+def fused_layer_norm_affine(
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float = 1e-6
+) -> Tensor:
+    return layer_norm(input, normalized_shape, weight, bias, eps=eps)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float = 1e-6
+) -> Tensor:
+    return _mixed(layer_norm, input, normalized_shape, eps, weight, bias)
+
+
 def fused_rms_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) -> Tensor:
     return rms_norm(input, normalized_shape, eps=eps)
 
 
-def _affine_layer_norm(mixed: bool) -> Callable[..., Tensor]:
-    def normalize(
-        input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float = 1e-6
-    ) -> Tensor:
-        return _norm(layer_norm, mixed, input, normalized_shape, eps, weight, bias)
-
-    return normalize
+def fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6
+) -> Tensor:
+    return rms_norm(input, normalized_shape, weight, eps=eps)
 
 
-def _affine_rms_norm(mixed: bool) -> Callable[..., Tensor]:
-    def normalize(
-        input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6
-    ) -> Tensor:
-        return _norm(rms_norm, mixed, input, normalized_shape, eps, weight)
-
-    return normalize
-
-
-fused_layer_norm_affine = _affine_layer_norm(mixed=False)
-mixed_dtype_fused_layer_norm_affine = _affine_layer_norm(mixed=True)
-fused_rms_norm_affine = _affine_rms_norm(mixed=False)
-mixed_dtype_fused_rms_norm_affine = _affine_rms_norm(mixed=True)
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6
+) -> Tensor:
+    return _mixed(rms_norm, input, normalized_shape, eps, weight)
 
 
 class _FusedNorm(nn.Module):
@@ -75,7 +78,9 @@ class _FusedNorm(nn.Module):
         layer: Any = self  # of torch's class, too
         params = [p for p in (layer.weight, getattr(layer, "bias", None)) if p is not None]
         shape, eps = layer.normalized_shape, layer.eps
-        return _norm(self._function, self._mixed, input, shape, eps, *params)
+        if self._mixed:
+            return _mixed(self._function, input, shape, eps, *params)
+        return self._function(input, shape, *params, eps=eps)
 
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
