@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ampfuse import _core, hardware
-from ampfuse.cli import env, env_probes
+from ampfuse.cli import env
 from pretended_gpus import WITHOUT_KERNELS, pretend
 
 
@@ -75,7 +75,7 @@ def test_names_amds_generations(monkeypatch, vendor, family, model, name):
 
 def test_forced_isa_is_named(monkeypatch):
     monkeypatch.setenv("AMPFUSE_CPU_ISA", "scalar")  # what it does: test_same_bits.py
-    said = env_probes._extension()["CPU ISA"]
+    said = env._extension()["CPU ISA"]
     assert said == f"{_core.C.cpu_isa()} (AMPFUSE_CPU_ISA=scalar)"
 
 
@@ -150,7 +150,7 @@ CARDS = {
     "no XPU": (NONE, {"other": "xpu"}, ".* not for XPU: train on the CPU, or under torch.amp"),
     "no ROCm": (NONE, {"hip": "7.2.0"}, ".* not for ROCm 7.2.0: train on the CPU, or .* torch.amp"),
     "a CPU build": (NONE, {"cuda": None}, "torch is built for CPUs; .* install a CUDA build"),
-    "torch's words": (NONE, {"error": "The driver is too old"}, "The driver is too old$"),
+    "torch's message": (NONE, {"error": "The driver is too old"}, "The driver is too old$"),
     "hidden": (NONE, {}, "CUDA_VISIBLE_DEVICES"),
 }
 
@@ -160,7 +160,7 @@ def test_report_says_whether_a_gpu_is_used_or_why_not_and_what_to_do(case, monke
     available, said, line = CARDS[case]
     pretend(monkeypatch, available=available, **said)
     start = "A card, 16.0 GiB: " if available else "none that torch can use: "
-    assert re.search(f"^{start}{line}", env_probes._gpus()["GPU 0" if available else "GPUs"])
+    assert re.search(f"^{start}{line}", env._gpus()["GPU 0" if available else "GPUs"])
 
 
 @pytest.mark.gpu

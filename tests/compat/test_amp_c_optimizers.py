@@ -317,7 +317,7 @@ def test_a_set_flag_stops_it(name, value, stops, device):
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", NAMES)
 def test_who_sets_the_flag(name, bad, device):
-    """Those that take norms, and they go on; LAMB with masters keeps these as they are."""
+    """Operations that take norms set the flag and go on; LAMB with masters changes nothing."""
     for where in (0, 1):
         lists, options = arguments(name, device)
         if name == "novograd" and where == 1:

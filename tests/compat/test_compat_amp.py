@@ -469,7 +469,7 @@ def test_a_bfloat16_model_by_override(level):
 
 
 def test_o1_with_a_cast_to_float32():
-    """Of inputs and outputs, as at O0; operations in half in between, as at O1."""
+    """Inputs and outputs are cast as at O0; operations in between are in half, as at O1."""
     seen = []
     model, _ = start("O1", cast_model_type=f32)
     model.fc2.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))

@@ -357,8 +357,8 @@ def test_novograd_refuses_norms_of_other_parameters():
 @pytest.mark.parametrize("dtype", [f16, bf16])
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedMixedPrecisionLamb"])
 def test_masters(name, dtype):
-    """Of groups added later too. In apex such groups were never stepped, and FusedAdam stepped
-    bfloat16 parameters without masters.
+    """Groups added later have masters too. In apex such groups were never stepped, and FusedAdam
+    stepped bfloat16 parameters without masters.
     """
     options = {"reduced_precision_dtype": dtype}
     if name == "FusedAdam":

@@ -150,7 +150,7 @@ def test_the_program_says_which_apex(other, tmp_path, capsys):
 
 @pytest.mark.parametrize("has_other", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_processes_that_a_script_spawns_find_it_too(has_other, tmp_path, capfd):
-    """As ``torch.multiprocessing.spawn`` and the workers of a DataLoader may."""
+    """``torch.multiprocessing.spawn`` and the workers of a DataLoader may do that."""
     if has_other:
         (tmp_path / "apex.py").write_text("raise ImportError('the other apex')\n")
     path = script(

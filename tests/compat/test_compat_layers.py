@@ -79,7 +79,7 @@ def test_mlp_starts_as_apexs_and_refuses_what_it_refused():
 @pytest.mark.parametrize("hook_child", [True, False])
 @pytest.mark.parametrize(("dim", "others"), [(0, 1), (1, 0), (None, (0, 1))])
 def test_weight_norm(dim, others, hook_child):
-    """As the formula has it, with its gradients; copies, loads and goes again."""
+    """Weight norm follows the formula, with its gradients; it copies, loads and is removed."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3), nn.LSTM(3, 5))
     x = torch.randint(7, (6,))

@@ -1,4 +1,4 @@
-"""What subclasses of apex's optimizers call and read, in steps of their own."""
+"""Subclasses of apex's optimizers with steps of their own: the names that they call and read."""
 
 import copy
 import functools

@@ -141,7 +141,7 @@ def sync_batch_norms():
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each process found in each job."""
+    """The findings of each process in each job."""
     folder = tmp_path_factory.mktemp("ranks")
     return in_two_processes(folder, train_with_an_overflow, parallel_options, sync_batch_norms)
 

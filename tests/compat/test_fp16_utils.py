@@ -363,7 +363,7 @@ def test_gradients_after_the_models_zero_grad_are_new(looks):
 
 
 def test_half_models_on_a_cpu_use_ampfuses_half_ops():
-    """As after ``initialize("O2")``."""
+    """A half model on the CPU uses the kernels of ``initialize("O2")``."""
     half_ops.reset()
     try:
         start(static_loss_scale=64.0)
@@ -377,7 +377,7 @@ def test_half_models_on_a_cpu_use_ampfuses_half_ops():
 
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 def test_clipping(norm_type):
-    """Of gradients of two passes, through a graph that the first one keeps."""
+    """Gradients of two passes are clipped, through a graph that the first one keeps."""
     model, optimizer = start(static_loss_scale=64.0)
     loss = loss_of(model)
     optimizer.backward(loss, retain_graph=True)
@@ -551,7 +551,7 @@ def test_schedulers(on):
 
 @pytest.mark.parametrize("larc", [None, "within", "around"])
 def test_gradients_left_scaled_keep_their_scale(larc):
-    """What was scaled by 64 is unscaled by 64, whatever the scale is by then."""
+    """Gradients scaled by 64 are unscaled by 64, whatever the scale is by then."""
     found = []
     for scale in (64.0, 16.0):
         model, optimizer = start(larc=larc, static_loss_scale=64.0)
@@ -618,7 +618,7 @@ OLD = {
 
 
 def _old_pickle(module, name, state):
-    """What torch.save wrote for such an object where apex was installed."""
+    """The bytes that torch.save wrote for such an object where apex was installed."""
     kind = type(name, (), {"__module__": module})
     instance, file, parts = kind(), io.BytesIO(), module.split(".")
     vars(instance).update(state)
@@ -670,7 +670,7 @@ def test_nonsense_in_a_pickled_scaler_is_refused():
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("scaling", [{"static_loss_scale": 64.0}, {"dynamic_loss_scale": True}])
 def test_checkpoints_of_2018_and_2019(scaling, flat):
-    """As apex saved them: in 2018 one flat tensor a group; no masters in the inner state."""
+    """State dicts as apex saved them: in 2018 one flat tensor a group; no masters inside."""
     contrib = functools.partial(start, ClippedAdam, 0.05, wrapper=ContribOptimizer)
     model, optimizer = contrib(**scaling)
     train(model, optimizer)

@@ -142,7 +142,12 @@ def test_the_report_of_the_doctor(tmp_path, monkeypatch):
     arguments = ("doctor", "--warmup", "1", "--steps", "3", "train.py")
     found, shown = python("-m", "ampfuse", *arguments).stdout, sample("insight.md", "train.py")
     for begins in (
-        *("train.py: bound by", "Operations that take most:", "At most", "Lines that would wait"),
+        *(
+            "train.py: bound by",
+            "Operations that take most:",
+            "At most",
+            "Lines that would synchronize",
+        ),
         *("  train.py:", "What would help most:", "  1. about"),
     ):
         lines = [

@@ -122,7 +122,7 @@ while True: assert optimizer.{call}.shape == ()
     assert found.share_of("python") > 0.5, str(found)
 
 
-WAITS = """
+SYNCS = """
 model, seen = nn.Linear(16, 16), torch.zeros(4)
 for optimizer in train(model, torch.ones(4, 16), torch.optim.Adam):
     if model.weight.sum().item() > 1e9: break  # one
@@ -133,21 +133,21 @@ for optimizer in train(model, torch.ones(4, 16), torch.optim.Adam):
 
 
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
-def test_lines_that_wait(kind, tmp_path, monkeypatch):
+def test_lines_that_synchronize(kind, tmp_path, monkeypatch):
     """Not those in torch's optimizer, whose step counts are on the CPU."""
-    code = WAITS if kind == "eager" else WAITS.replace("model.weight.sum()", "read()").replace(
+    code = SYNCS if kind == "eager" else SYNCS.replace("model.weight.sum()", "read()").replace(
         "for optimizer", "read = torch.compile(lambda: model.weight.sum(), backend='eager')\n"
         "for optimizer", 1)  # fmt: skip
     found = see(code, tmp_path, monkeypatch, steps=1)
     line = {text.strip(): n for n, text in enumerate((HEAD + code).splitlines(), 1)}
-    places = [re.search(r"train.py:(\d+): (.*)  \((\d) x (\w+)\)", w) for w in found.waits]
+    places = [re.search(r"train.py:(\d+): (.*)  \((\d) x (\w+)\)", w) for w in found.syncs]
     assert all(line[one[2]] == int(one[1]) for one in places)
     assert {(int(one[3]), one[4]) for one in places} == {
         (1, "_local_scalar_dense"),
         (4, "_local_scalar_dense"),
         (1, "index"),
     }
-    assert "Lines that would wait for a GPU, in a step:" in str(found)
+    assert "Lines that would synchronize with a GPU, in a step:" in str(found)
 
 
 ATTENTION = """
@@ -450,7 +450,7 @@ HALF_INPUTS = {"Input type": ["c10::Half"] * 2, "Input Dims": [[8, 8]] * 2}
 
 
 def test_time_of_a_gpu():
-    """What it does while it works; while it idles, it waits for the host, or for data."""
+    """The GPU's own work counts; while it idles, it waits for the host, or for data."""
     assert us(
         step_mark(0),
         host("enumerate(DataLoader)#_It.__next__", 0, 300, cat="user_annotation"),

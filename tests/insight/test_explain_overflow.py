@@ -1,6 +1,7 @@
 """Overflows planted in known places are found there, and a watched step has the bits of another."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import ampfuse
 from ampfuse import amp, insight, optim
 from ampfuse.insight.overflow import _SkipsInARow
+from ampfuse.insight.tracker import Origins
 from ampfuse.torch_utils import Sample
 from programs import in_two_processes
 
@@ -619,3 +621,19 @@ def test_one_rank_of_two(tmp_path):
     assert first["phase"] == "another process"
     assert "this process made none" in first["text"]
     assert first["then"] is second["then"] is None
+
+
+def test_origins_follow_memory_and_masks_do_not_count():
+    origins, x, y = Origins(), torch.ones(2), torch.ones(3)
+    asked = insight.Explanation("data", None, None, "", "x", "-inf", (2,), torch.float32, "cpu")
+    real = dataclasses.replace(asked, kind="inf")
+    mask, inf = origins.add(asked, x, meant=True), origins.add(real, y, meant=True)
+    assert (origins.of(x), origins.of(x[1:]), origins.of(y)) == (mask, mask, inf)
+    assert origins.first({mask, inf}) is real
+    assert origins.first({mask}) is asked
+    assert origins.first(set()) is None
+    assert origins.inherited({mask}, "-inf") == mask
+    assert origins.inherited({mask}, "nan") is None  # it has its origin where it came of the mask
+    assert origins.inherited({mask, inf}, "nan") == inf
+    origins.clear(y)
+    assert origins.of(y) is None

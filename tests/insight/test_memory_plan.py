@@ -32,13 +32,13 @@ class Block(nn.Module):
 class Text(nn.Module):
     """Tied weights, a plain tensor as an attribute, blocks."""
 
-    def __init__(self, width=64, words=4096, depth=3):
+    def __init__(self, width=64, vocabulary=4096, depth=3):
         super().__init__()
         self.embedding, self.blocks = (
-            nn.Embedding(words, width),
+            nn.Embedding(vocabulary, width),
             nn.ModuleList(Block(width) for _ in range(depth)),
         )
-        self.head = nn.Linear(width, words, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         self.places = torch.arange(width)
 
@@ -80,7 +80,7 @@ CASES = {
 
 
 def trained(case, level, compiled=False, **options):
-    """What a training holds between two steps, and the peak of a step."""
+    """The bytes that a training holds between two steps, and the peak of a step."""
     make, loss_function, batch_of = CASES[case]
     torch.manual_seed(0)
     model, batch = make(), batch_of()
@@ -100,7 +100,7 @@ def trained(case, level, compiled=False, **options):
 
     step()
     step()
-    held = amp.memory_report(model, optimizer).held["now"]
+    held = amp.memory_report(model, optimizer).held
     gc.collect()
     made, _ = most_allocated(step)
     return held, sum(held.values()) - held["gradients"] + made  # gradients go first
@@ -324,7 +324,7 @@ def test_errors():
         (
             {"optimizer": "Adan"},
             ValueError,
-            "'Adan' is no optimizer of ampfuse.optim or torch.optim",
+            "'Adan' is not an optimizer of ampfuse.optim or torch.optim",
         ),
         ({"optimizer": torch.optim.SGD(model.parameters(), 0.1)}, TypeError, "lambda params"),
         ({"opt_level": "O6"}, ValueError, "one of O0, O1, O2, O3, O4, O5, got 'O6'"),
@@ -356,8 +356,8 @@ def test_the_command():
         assert says in run.stdout
         assert "fits" in run.stdout
     for arguments, says in (
-        (["--timm", "resnet19"], "no model of timm"),
-        (["--hf", "vit"], "no causal language model"),
+        (["--timm", "resnet19"], "not a model of timm"),
+        (["--hf", "vit"], "not a causal language model"),
         (["--timm", "vit_tiny_patch16_224", "--image", "64"], "Input height (64)"),
         (["--hf", "llama", "--set", "x"], "expected KEY=VALUE"),
         (["--timm", "resnet18", "--level", "O7"], "one of O0"),

@@ -6,7 +6,7 @@ from torch import nn
 
 import ampfuse
 from ampfuse import amp
-from ampfuse.insight.memory import KINDS, MODES, bytes_of, size
+from ampfuse.insight.memory import KINDS, bytes_of, size
 from ampfuse.optim.masters import gradient_as_it_is
 
 # Elements of `training`: trained, of the batch norm, frozen; then the bytes of its statistics.
@@ -33,8 +33,8 @@ def backward(model, optimizer):
         scaled.backward()
 
 
-def held(report, mode="now"):
-    return {kind: count for kind, count in report.held[mode].items() if count}
+def held(report):
+    return {kind: count for kind, count in report.held.items() if count}
 
 
 def test_now_is_what_the_tensors_take():
@@ -56,7 +56,7 @@ def test_now_is_what_the_tensors_take():
             "masters": 4 * TRAINED,
             "states": 8 * (TRAINED + NORM) + 4 * 7 * is_expected,
         }
-        assert report.expected == (set() if is_expected else {("now", "states")})
+        assert report.expected == (set() if is_expected else {"states"})
         optimizer.step()
 
 
@@ -73,38 +73,35 @@ def test_before_the_first_step_is_expected_what_it_then_makes(kind, case):
     backward(model, optimizer)
     optimizer.step()
     after = amp.memory_report(model, optimizer)
-    assert ("now", "gradients") in before.expected
+    assert "gradients" in before.expected
     assert not after.expected
     for name in KINDS:
-        more = after.held["now"][name] - before.held["now"][name]
+        more = after.held[name] - before.held[name]
         assert 0 <= more <= 8 * 7 * (name == "states")  # step counts and NovoGrad's norms
 
 
-def test_modes_of_a_half_model():
-    model = nn.Linear(64, 64, dtype=torch.bfloat16)  # a bias stays FP32 at 8 bits
-    optimizer = ampfuse.optim.AdamW(model.parameters(), master_weights=True)
-    report, n = amp.memory_report(model, optimizer), 4096 + 64
-    quantized = 2 * (4096 + 4 * 32) + 8 * 64
-    bytes_ = {
-        "now": (4 * n, 8 * n, 0),
-        "8bit": (4 * n, quantized, 0),
-        "split": (2 * n, 8 * n, 0),
-        "split+bf16": (2 * n, 4 * n, 0),
-        "split+8bit": (2 * n, quantized, 0),
-        "split+8bit+ema": (2 * n, quantized, 4 * n),
-        "stochastic": (0, 8 * n, 0),
-    }
-    assert {mode: tuple(each.values()) for mode, each in report.held.items()} == {
-        mode: (2 * n, 2 * n, masters, states, 0, average, 0)
-        for mode, (masters, states, average) in bytes_.items()
-    }
+@pytest.mark.parametrize(
+    ("options", "masters", "states", "average"),
+    [
+        ({"master_weights": True}, 4, 8, 0),
+        ({"master_weights": True, "state_dtype": "bf16"}, 4, 4, 0),
+        ({"master_weights": "split", "ema_decay": 0.9}, 2, 8, 4),
+        ({"master_weights": False, "rounding": "stochastic"}, 0, 8, 0),
+    ],
+)
+def test_options_of_the_optimizer_count(options, masters, states, average):
+    model, n = nn.Linear(64, 64, dtype=torch.bfloat16), 4096 + 64
+    optimizer = ampfuse.optim.AdamW(model.parameters(), **options)
+    expected = {"weights": 2, "gradients": 2, "masters": masters, "states": states}
+    expected["average"] = average
+    found = held(amp.memory_report(model, optimizer))
+    assert found == {kind: n * each for kind, each in expected.items() if each}
 
 
-def test_modes_of_an_fp32_model_are_those_of_o5():
-    report = amp.memory_report(*training())
-    assert list(report.held) == ["now", *MODES]
-    assert report.held["8bit"]["weights"] == report.held["now"]["weights"]
-    assert report.held["masters"] == amp.memory_report(*training(level="O5")).held["now"]
+def test_eight_bit_states_have_scales_and_small_ones_stay_fp32():
+    model = nn.Linear(64, 64, dtype=torch.bfloat16)
+    optimizer = ampfuse.optim.AdamW(model.parameters(), state_dtype="8bit", master_weights=False)
+    assert amp.memory_report(model, optimizer).held["states"] == 2 * (4096 + 4 * 32) + 8 * 64
 
 
 class OwnStep(ampfuse.optim.SGD):
@@ -113,20 +110,11 @@ class OwnStep(ampfuse.optim.SGD):
             param.data.add_(param.grad, alpha=-0.1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "modes", "missing"),
-    [
-        (torch.optim.SGD, "masters split split+8bit+ema stochastic", False),
-        (ampfuse.optim.LAMB, "masters split split+bf16 stochastic", False),
-        (torch.optim.RMSprop, "masters", True),
-        (OwnStep, "masters", True),
-    ],
-)
-def test_only_modes_that_apply(kind, modes, missing):
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, OwnStep])
+def test_states_that_are_not_known_before_a_step_are_missing(kind):
     report = amp.memory_report(*training(kind, level="O0"))
-    assert list(report.held)[1:] == modes.split()
-    assert report.held["now"]["states"] == 0 or not missing
-    assert (f"states of {kind.__name__} are missing" in str(report)) == missing
+    assert report.held["states"] == 0
+    assert f"states of {kind.__name__} are missing" in str(report)
 
 
 def test_states_of_other_optimizers_are_measured_after_a_step():
@@ -134,7 +122,7 @@ def test_states_of_other_optimizers_are_measured_after_a_step():
     backward(model, optimizer)
     optimizer.step()
     report = amp.memory_report(model, optimizer)
-    assert report.held["masters"]["states"] == 4 * (TRAINED + NORM) + 4 * 7
+    assert report.held["states"] == 4 * (TRAINED + NORM) + 4 * 7
     assert "missing" not in str(report)
 
 
@@ -145,9 +133,7 @@ def test_activations():
     saved = 12 * (8 + 16)  # the input; ReLU's output, which two operations keep
     for batch in (x, (x,), {"input": x}):
         report = amp.memory_report(model, optimizer, batch)
-        assert report.held["now"]["activations"] == 4 * saved
-        assert report.held["masters"]["activations"] == 2 * saved
-        assert report.expected >= {("masters", "activations")}
+        assert report.held["activations"] == 4 * saved
 
     class Twice(nn.Sequential):
         def forward(self, x):
@@ -155,13 +141,13 @@ def test_activations():
             return super().forward(x)
 
     report = amp.memory_report(Twice(*layers), optimizer, x)
-    assert report.held["now"]["activations"] == 4 * saved
+    assert report.held["activations"] == 4 * saved
     with torch.autocast("cpu", dtype=torch.bfloat16):
         reports = [amp.memory_report(model, optimizer, x)]
     amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
     for report in [*reports, amp.memory_report(model, optimizer, x)]:
         # With the last weight's cast, which the gradient before it needs.
-        assert report.held["now"]["activations"] == 2 * (saved + 16)
+        assert report.held["activations"] == 2 * (saved + 16)
 
 
 def test_nothing_changes():
@@ -190,12 +176,12 @@ def test_sizes_and_table():
     assert [size(count) for count in (12, 15.4e9, 2e12)] == ["12 B", "15.4 GB", "2 TB"]
     report = amp.memory_report(*training(), torch.randn(12, 64), budget="60kB")
     lines = {line.split("  ")[0]: line.split() for line in str(report).splitlines()}
-    assert lines["bytes a parameter"][3:] == list(report.held)
-    share = f"{4 * (TRAINED + NORM) / (TRAINED + NORM + FROZEN):.2f}"
-    assert lines["gradients"][1:3] == [f"~{share}", share]
-    totals = [sum(held.values()) for held in report.held.values()]
-    assert lines["fits 60 kB"][3:] == ["yes" if total <= 60_000 else "no" for total in totals]
-    assert min(totals) < 60_000 < max(totals)
+    gradients = 4 * (TRAINED + NORM)
+    share = f"~{gradients / (TRAINED + NORM + FROZEN):.2f}"
+    assert lines["gradients"] == ["gradients", f"~{size(gradients)}".split()[0], "kB", share]
+    assert lines["total"][1:3] == size(report.total).split()
+    assert lines["fits 60 kB"][-1] == ("yes" if report.total <= 60_000 else "no")
+    assert "fits" not in str(amp.memory_report(*training()))
 
 
 X = torch.zeros(12, 64)

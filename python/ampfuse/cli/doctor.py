@@ -11,7 +11,6 @@ timed, as many under torch's profiler. Then it is stopped; `finally` and `atexit
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import runpy
 import sys
@@ -40,21 +39,17 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if not args.module and not os.path.exists(args.script):
         parser.error(f"no such file: {args.script}")
 
-    from ampfuse.doctor.report import Report, fill
-    from ampfuse.doctor.watch import Finished, Watch
+    from ampfuse.doctor import examine
 
-    process, status = os.getpid(), 0
-    report, watch = Report(script=args.script), Watch(args.warmup, args.steps, not args.go_on)
-    with watch, contextlib.suppress(Finished):
+    process, status, stop = os.getpid(), 0, not args.go_on
+    with examine(warmup=args.warmup, steps=args.steps, stop=stop, script=args.script) as report:
         status = _run_script(args)
     if os.getpid() != process:  # the script forked, and this is the child's end
         return status
     sys.stdout.flush()
-    if status and not watch.done:
-        after = f"after {watch.seen} optimizer steps (exit status {status})"
+    if status and report.problem:
+        after = f"after {report.seen} optimizer steps (exit status {status})"
         report.problem = f"the script failed {after}"
-    else:
-        fill(report, watch)
     if os.environ.get("RANK", "0") == "0":  # of several processes, the first one reports
         if report.problem:
             print(report, file=sys.stderr)

@@ -12,23 +12,28 @@ import platform
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from importlib import metadata
+from typing import Any
 
 import ampfuse
-from ampfuse.cli import env_probes
-from ampfuse.cli.env_probes import Facts, Probe, show
 from ampfuse.hardware import core_count, cpu_flags, cpu_has_bf16, cpu_model, nvidia_driver
 
 _PACKAGES = ("torch", "numpy", "scikit-learn", "matplotlib", "rich", "triton")
-# What ampfuse or torch picks code by, in Linux's names.
+# Instruction sets that ampfuse or torch picks code by, in Linux's names.
 _X86_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
 _ARM_FLAGS = ("asimd", "fphp", "asimdhp", "bf16", "sve")
 _VARIABLES = ("AMPFUSE_", "ATEN_", "CUDA", "LD_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH_")
 _PATIENCE_S = 120.0
+_NO_BF16 = "; BF16 is emulated: use O1 or O2"
+
+Facts = dict[str, Any]
+# A section of the report, and what finds the facts in it.
+Probe = tuple[str, Callable[[], Facts]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """The command has no arguments."""
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -37,7 +42,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     sys.stdout.flush()
     # Under this name the package imports neither torch nor the extension.
     code = "import sys; sys.argv[:] = 'ampfuse', 'env'"
-    code += f"; from {env_probes.__name__} import show_all; show_all()"
+    code += f"; from {__name__} import show_torch; show_torch()"
     try:
         # Warnings of the libraries go to stderr, which is shown only if the child crashes.
         child = subprocess.run(
@@ -52,7 +57,20 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 0
 
 
-# Nothing here imports torch or the extension.
+def show(probes: Iterable[Probe]) -> None:
+    """Print a section of the report for each, at once, in case the next crashes."""
+    for section, probe in probes:
+        print(section, flush=True)
+        try:
+            facts = probe()
+        except Exception as error:  # whatever it is, the report goes on
+            facts = {"probe": f"FAILED: {type(error).__name__}: {error}"}
+        for key, value in facts.items():
+            line = str(value).replace("\n", " ")
+            print(f"  {key:<25}  {line}", flush=True)
+
+
+# --- sections of this process, which imports neither torch nor the extension ---------------------
 
 
 def _installation() -> Facts:
@@ -109,3 +127,86 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except Exception:  # a damaged metadata folder raises all sorts of things
         return "not installed"
+
+
+# --- sections of the child process: each imports torch itself, and so reports why it cannot ------
+
+
+def _torch() -> Facts:
+    import torch
+
+    from ampfuse import devices
+
+    return {
+        "running": str(torch.__version__),
+        "built for": devices.built_for(),
+        "threads": torch.get_num_threads(),
+        "CUDA available": "yes" if torch.cuda.is_available() else "no",
+    }
+
+
+def _extension() -> Facts:
+    from ampfuse import _core
+
+    C = _core.C
+    archs = C.cuda_archs()
+    forced = os.environ.get("AMPFUSE_CPU_ISA")
+    return {
+        "CUDA backend": f"yes: {' '.join(archs)}" if C.cuda_built() else "no",
+        "CPU ISA": C.cpu_isa() + (f" (AMPFUSE_CPU_ISA={forced})" if forced else " (picked)"),
+    }
+
+
+def _gpus() -> Facts:
+    import torch
+
+    from ampfuse import devices
+
+    found: Facts = {}
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(i)
+        size = f"{properties.total_memory / 2**30:.1f} GiB"
+        found[f"GPU {i}"] = f"{properties.name}, {size}: {_gpu_status(torch.device('cuda', i))}"
+    if not found:
+        found["GPUs"] = f"none that torch can use: {_why_no_gpu(devices.built_for())}"
+    return found
+
+
+def _gpu_status(device: Any) -> str:
+    """Say whether ampfuse uses a GPU, and at which levels; or why not, and what to do."""
+    import torch
+
+    from ampfuse import devices
+
+    try:
+        from ampfuse import _core
+
+        problem = devices.device_problem(device)
+    except ImportError as error:
+        problem = str(error)
+    if problem:
+        return f"NOT USED: {problem}"
+    capability = torch.cuda.get_device_capability(device)
+    arch = devices.covering_arch(_core.C.cuda_archs(), capability)
+    return f"runs ampfuse's {arch}{'; use O4 or O5' if capability >= (8, 0) else _NO_BF16}"
+
+
+def _why_no_gpu(built_for: str) -> str:
+    import torch
+
+    from ampfuse import devices
+
+    if built_for == "CPUs":
+        return "torch is built for CPUs; for a GPU, install a CUDA build of torch"
+    if not built_for.startswith("CUDA"):
+        return devices.no_kernels_for(built_for)
+    try:
+        torch.cuda.init()
+    except Exception as error:  # torch's own message for a driver that is missing or too old
+        return str(error)
+    return "CUDA_VISIBLE_DEVICES may hide them"
+
+
+def show_torch() -> None:
+    """Print these sections. Called in the child process."""
+    show((("torch", _torch), ("extension", _extension), ("GPUs", _gpus)))

@@ -1,4 +1,4 @@
-"""Whether a training fits into memory, at a level and in each memory mode, before it is started:
+"""Plan whether a training fits into memory, at a level and in each memory mode:
 
     ampfuse plan --timm vit_base_patch16_224 --batch 64 --budget 16GB
     ampfuse plan --hf meta-llama/Llama-3.1-8B --tokens 4096 --budget 80GB
@@ -78,7 +78,7 @@ def _of_timm(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[Any, A
     import torch
 
     if not timm.is_model(args.timm):
-        raise UsageError(f"--timm: {args.timm!r} is no model of timm {timm.__version__}")
+        raise UsageError(f"--timm: {args.timm!r} is not a model of timm {timm.__version__}")
     size = (args.batch, 3, args.image, args.image)
     images = torch.empty(size, device="meta", memory_format=torch.channels_last)
     model = timm.create_model
@@ -98,7 +98,7 @@ def _of_transformers(args: argparse.Namespace, settings: dict[str, Any]) -> tupl
     except (OSError, ValueError) as error:
         raise UsageError(f"--hf: no configuration of {args.hf!r}: {error}") from error
     if type(config) not in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UsageError(f"--hf: {args.hf!r} is no causal language model; use ampfuse.plan")
+        raise UsageError(f"--hf: {args.hf!r} is not a causal language model; use ampfuse.plan")
     config.use_cache = False
     text = torch.empty(args.batch, args.tokens, dtype=torch.int64, device="meta")
     batch = {"input_ids": text, "labels": text}

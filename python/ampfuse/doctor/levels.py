@@ -27,15 +27,22 @@ from ampfuse.amp.initialize import initialize
 from ampfuse.amp.policy import LEVELS
 from ampfuse.amp.scale_loss import scale_loss
 from ampfuse.devices import device_name
-from ampfuse.insight import inputs
-from ampfuse.insight.reports import aligned, figures
+from ampfuse.insight.reporting import (
+    LossFunction,
+    aligned,
+    check_owned,
+    check_types,
+    figures,
+    loss_of,
+    same_random_numbers,
+)
 from ampfuse.measuring import ProcessMemory, StepClock
 
 # At equal speed: no loss scale before one, FP32 weights before half ones.
 _PREFERENCE = ("O4", "O5", "O1", "O2", "O3")
-_EQUAL = 1.05  # times nearer than that are the same; a level that gains less does not pay
+_EQUAL = 1.05  # times nearer than that are the same; a level that gains less is not worth it
 _MAX_SKIPPED = 0.05  # of the steps, once the loss scale is stable
-_NEGLIGIBLE = 0.01  # of the way that FP32's loss went: less is nothing one could see
+_NEGLIGIBLE = 0.01  # fraction of the decrease of FP32's loss; smaller deviations are invisible
 _ROUNDING = 2.0**-8  # to BF16: of a loss, and of the weights that another seed starts from
 _WINDOWS = 8  # of a curve, of which the means are compared
 _SEEDS = 2  # further trainings in FP32
@@ -49,11 +56,11 @@ _ORIGINAL = "loss_function(model, batch) must use the model it is passed, which 
 
 @dataclass(frozen=True)
 class Row:
-    """What one level did.
+    """The training at one level.
 
-    `losses` and `milliseconds` are those of each step. `skipped` counts steps that were left out,
-    after the loss scale was stable; `stale` has the parameters without master of which rounding
-    kept nearly all weights. `speedup` and `deviation` compare with O0, `allowed` is the deviation
+    `losses` and `milliseconds` have one value for each step. `skipped` counts skipped steps after
+    the loss scale was stable; `stale` has the parameters without a master that lost nearly all
+    updates to rounding. `speedup` and `deviation` compare with O0, `allowed` is the deviation
     that counts as none, and `blocker` says why the level is not to be used.
     """
 
@@ -75,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """What :func:`advise` found: the recommended `level`, the `reason` for it in words, and a
+    """The result of :func:`advise`: the recommended `level`, the `reason` for it as text, and a
     :class:`Row` for each level; ``print`` shows it as a table."""
 
     level: str
@@ -98,7 +105,7 @@ class Advice:
 
 def advise(
     model: nn.Module,
-    loss_function: inputs.LossFunction,
+    loss_function: LossFunction,
     batch: Any,
     optimizer: Optimizer,
     *,
@@ -134,7 +141,7 @@ def advise(
             finite loss, in FP32. What fails at another level is part of the advice.
     """
     levels = (levels,) if isinstance(levels, str) else tuple(dict.fromkeys(levels))
-    inputs.check_types(model, optimizer, "amp.advise(model, loss_function, batch, optimizer)")
+    check_types(model, optimizer, "amp.advise(model, loss_function, batch, optimizer)")
     _check(model, optimizer, levels, seconds=seconds, steps=steps)
     task = _Task(eager_module(model), optimizer, loss_function)
     with _untouched(task):
@@ -163,7 +170,7 @@ def _check(model: nn.Module, optimizer: Any, levels: Sequence[str], **positive: 
         )
     stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
     suggestion = "Create it from model.parameters(), or put all it trains into one module."
-    inputs.check_owned(model, stepped, suggestion)
+    check_owned(model, stepped, suggestion)
     if unknown := [level for level in levels if level not in LEVELS]:
         raise ValueError(f"Unknown level {unknown[0]!r}; the levels are {', '.join(LEVELS)}.")
     if wrong := [name for name, value in positive.items() if not value > 0]:
@@ -174,7 +181,7 @@ def _check(model: nn.Module, optimizer: Any, levels: Sequence[str], **positive: 
 
 
 class _Task:
-    """What is trained: copies of `model` and `optimizer`, which are the user's own."""
+    """Trains copies of `model` and `optimizer`, which are the user's own."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loss_function: Any) -> None:
         self.model, self._optimizer, self._loss_function = model, optimizer, loss_function
@@ -238,13 +245,13 @@ class _Task:
         return Row(level, tuple(torch.stack(losses).tolist()), tuple(times), skipped, stale)
 
     def _stable_scale(self, level: str) -> float | None:
-        """Where a dynamic loss scale comes down to; None if it finds none. Kernels are chosen."""
+        """The value that a dynamic loss scale comes down to, or None. Also a warm-up of kernels."""
         _seed(0)
         model, optimizer, step = self._start(level)
         clean = 0
         for batch in itertools.islice(itertools.cycle(self.batches), _MAX_ATTEMPTS):
             skipped = optimizer.skipped_steps["nonfinite"]
-            step(batch, functools.partial(inputs.call, self._loss_function))
+            step(batch, functools.partial(loss_of, self._loss_function))
             if all(parameter.grad is None for parameter in model.parameters()):
                 raise ValueError(f"{_ORIGINAL} The copy got no gradient.")
             clean = clean + 1 if optimizer.skipped_steps["nonfinite"] == skipped else 0
@@ -293,7 +300,7 @@ def _untouched(task: _Task) -> Iterator[None]:
     hook = task.model.register_forward_pre_hook(refuse)
     try:
         with (
-            inputs.same_random_numbers(),
+            same_random_numbers(),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
             torch.autocast(task.device.type, enabled=False),
@@ -313,7 +320,7 @@ def _untouched(task: _Task) -> Iterator[None]:
 
 
 def conclude(rows: Sequence[Row], seeded: Sequence[Row], batches: int, device: str) -> Advice:
-    """What `rows`, O0 first, and the other seeds' trainings of O0 say."""
+    """The advice from `rows`, O0 first, and the trainings of O0 with other seeds."""
     judged = [_judged(row, rows[0], seeded, batches) for row in rows]
     judged.sort(key=lambda row: row.level)
     return Advice(*_recommend(judged), tuple(judged), device)
@@ -348,8 +355,8 @@ def _blocker_of(row: Row, deviation: float, allowed: float) -> str | None:
 def distance(a: Sequence[float], b: Sequence[float], batches: int) -> float:
     """The largest difference of two curves, in means of an eighth of the steps they share.
 
-    That is of whole rounds through the `batches`, where there are enough: else their order would
-    be part of it. inf if one is not finite.
+    The means are of whole rounds through the `batches`, where there are enough: else their order
+    would be part of it. inf if one is not finite.
     """
     steps = min(len(a), len(b))
     pairs = zip(_means(a, batches, steps), _means(b, batches, steps), strict=True)

@@ -22,7 +22,7 @@ LABELS = {
     "data": "waiting for data",
     "python": "Python between operations",
     "host": "launching operations",
-    "sync": "waiting for the device",
+    "sync": "synchronizing with the device",
     "matrix": "matrix work",
     "norm": "normalisation",
     "reduction": "softmax, losses, sums",
@@ -61,7 +61,7 @@ _NAMES = [
         ("memory", r"Optimizer\.zero_grad#.*"),
     )
 ]
-# What is inside these belongs to them, whatever it is; but for a closure.
+# All events inside of these count as theirs, except a closure.
 _ENCLOSING = frozenset({"data", "optimizer", "communication"})
 _MATRIX_KERNEL = re.compile(r"gemm|cutlass|conv|wgrad|dgrad|fprop|xmma|attention|flash|nvjet", re.I)
 _TENSOR_CORES = re.compile(r"tf32|1688|16816|884|hmma|wgmma|tensorop|xmma|flash|nvjet|sm90", re.I)
@@ -104,7 +104,7 @@ class Event:
 
     @property
     def units(self) -> str:
-        """What computes its matrix work, in words."""
+        """The units that compute its matrix work, as text."""
         if self.category == "kernel":
             on = self.precision in HALVES | {"TF32", "FP8"} and _TENSOR_CORES.search(self.name)
             return "tensor cores" if on else "no tensor cores"
@@ -123,7 +123,7 @@ class Operation:
 
     @property
     def shapes(self) -> str:
-        """Those of the tensors that it was given: ``"100x509, 509x1021"``."""
+        """The sizes of the tensors that it was given: ``"100x509, 509x1021"``."""
         dims = (dims for dims in self.event.dims if dims and all(isinstance(n, int) for n in dims))
         return ", ".join("x".join(map(str, sizes)) for sizes in dims)
 
@@ -220,7 +220,7 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
 
 
 def _by_name(event: Event) -> str:
-    """The kind that the name alone says; "host" where it says nothing, as for autograd's nodes."""
+    """The kind that the name alone implies; "host" if it implies none, as for autograd's nodes."""
     if event.name != "aten::copy_":
         return next((kind for kind, names in _NAMES if names.fullmatch(event.name)), "host")
     if len(event.types) > 1 and event.types[0] != event.types[1]:

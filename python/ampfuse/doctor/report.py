@@ -1,9 +1,11 @@
-"""What the doctor found: where a step's time goes, what bounds it, and what would pay."""
+"""The doctor's report: where a step's time goes, what bounds it, and what would help."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -23,13 +25,12 @@ from ampfuse import hardware
 from ampfuse.devices import device_name
 from ampfuse.doctor.profile import HALVES, LABELS, Event, Operation, Profile
 from ampfuse.doctor.watch import Finished, Watch
-from ampfuse.insight.inputs import same_random_numbers
-from ampfuse.insight.reports import Finding, figures
+from ampfuse.insight.reporting import Finding, figures, same_random_numbers
 from ampfuse.measuring import StepClock
 from ampfuse.optim.fused import FUSED
 
 MIN_GAIN = 1.05  # below that, noise decides
-# What bounds a step that spends most of its time on these kinds of work.
+# The bounds of a step, with the kinds of work that count for each.
 BOUNDS = {
     "data loading": ("data",),
     "the host": ("python", "host", "sync"),
@@ -52,15 +53,17 @@ class Share(NamedTuple):
 class Report:
     """The doctor's findings. Times are of one step without the profiler, in milliseconds.
 
-    `problem` says in a line why there are none. `step_ms` is the mean of `steps` timed steps,
-    `profiled_ms` that of as many profiled ones. `shares` say where the time goes and sum up to
-    `step_ms`, `operations` which take most, `waits` which lines of the program wait for the device
-    (or would, for a GPU), `attention` what computes it and how fast, and `advice` what would pay.
+    `problem` says in a line why there are none. `seen` counts optimizer steps. `step_ms` is the
+    mean of `steps` timed steps, `profiled_ms` that of as many profiled ones. `shares` say where the
+    time goes and sum up to `step_ms`, `operations` which take most, `syncs` which lines of the
+    program synchronize with the device (or would, with a GPU), `attention` which backend computes
+    it and how fast each is, and `advice` what would help.
     """
 
     script: str = ""
     problem: str | None = "nothing was measured yet"
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seen: int = 0
     steps: int = 0
     step_ms: float = 0.0
     fastest_ms: float = 0.0
@@ -68,7 +71,7 @@ class Report:
     profiled_ms: float = 0.0
     shares: list[Share] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
-    waits: list[str] = field(default_factory=list)
+    syncs: list[str] = field(default_factory=list)
     attention: str = ""
     advice: list[Finding] = field(default_factory=list)
     optimizers: Collection[type[Optimizer]] = ()
@@ -79,28 +82,21 @@ class Report:
 
     @property
     def bottleneck(self) -> str:
-        """What bounds the step: a key of ``BOUNDS``."""
+        """The bound of the step: a key of ``BOUNDS``."""
         return max(BOUNDS, key=lambda bound: self.share_of(*BOUNDS[bound]))
 
     @property
     def sentence(self) -> str:
-        """The bottleneck in words."""
+        """The bottleneck as a sentence."""
         kind = max(BOUNDS[self.bottleneck], key=self.share_of)
         share = f"{LABELS[kind]} takes {self.share_of(kind):.0%} of the time"
-        pays = "" if self.advice else ". No change that the doctor knows would help"
-        return f"bound by {self.bottleneck}: {share}{pays}"
+        rest = "" if self.advice else ". No change that the doctor knows would help"
+        return f"bound by {self.bottleneck}: {share}{rest}"
 
     @property
     def half_limit(self) -> float:
-        """Half precision makes a step no more than so many times as fast, by Amdahl's law."""
+        """The largest speedup by half precision, by Amdahl's law."""
         return self.gain_of(self.full_ms("matrix") + self.full_ms("memory", "norm") / 2)
-
-    @property
-    def bound(self) -> str:
-        """``half_limit`` in words."""
-        share = f"{self.full_ms('matrix') / self.step_ms:.0%} of a step"
-        limit = f"At most {self.half_limit:.2f}x from half precision"
-        return f"{limit}, if the FP32 matrix work ({share}) took no time."
 
     @property
     def half_type(self) -> str:
@@ -119,7 +115,7 @@ class Report:
         return sum(op.ms for op in full if op.kind in kinds)
 
     def gain_of(self, saved_ms: float) -> float:
-        """How many times as fast a step is without `saved_ms`."""
+        """The speedup of a step that takes `saved_ms` less."""
         return self.step_ms / max(self.step_ms - saved_ms, 0.01 * self.step_ms)
 
     def __str__(self) -> str:
@@ -140,10 +136,15 @@ class Report:
         for op in self.operations[:5]:
             call = f"{op.calls:g} x {op.event.name} {op.shapes}"
             lines.append(f"  {op.ms:9.2f} ms  {call}".rstrip())
-        lines += [f"\n{text}" for text in (self.bound, self.attention) if text]
-        would = "wait for the device" if self.is_on_gpu else "would wait for a GPU"
-        lines += [f"\nLines that {would}, in a step:"] if self.waits else []
-        lines += [f"  {line}" for line in self.waits[:10]]
+        matrix = f"{self.full_ms('matrix') / self.step_ms:.0%} of a step"
+        lines.append(
+            f"\nAt most {self.half_limit:.2f}x from half precision, if the FP32 matrix work "
+            f"({matrix}) took no time."
+        )
+        lines += [f"\n{self.attention}"] if self.attention else []
+        do = "synchronize" if self.is_on_gpu else "would synchronize with a GPU"
+        lines += [f"\nLines that {do}, in a step:"] if self.syncs else []
+        lines += [f"  {line}" for line in self.syncs[:10]]
         lines += ["\nWhat would help most:"] if self.advice else []
         for place, one in enumerate(self.advice[:5], 1):
             lines += [f"  {place}. {one.found}: {one.kind}", f"     {one.suggestion}"]
@@ -154,15 +155,15 @@ class Report:
 def examine(
     *, warmup: int = 5, steps: int = 10, stop: bool = False, script: str | None = None
 ) -> Iterator[Report]:
-    """Say where the time of the training in this context goes::
+    """Report where the time of the training in this context goes::
 
         with ampfuse.doctor.examine() as report:
             for inputs, targets in loader:
                 ...
         print(report)
 
-    After `warmup` optimizer steps, `steps` are timed and as many profiled; in one more, calls that
-    wait for the device are looked for. The report is complete at the end of the context; the
+    After `warmup` optimizer steps, `steps` are timed and as many profiled; in one more, lines that
+    synchronize with the device are recorded. The report is complete at the end of the context. The
     training, its random numbers and its results stay as they are.
 
     Arguments:
@@ -178,23 +179,13 @@ def examine(
     watch = Watch(warmup, steps, stop)
     with watch, contextlib.suppress(Finished):
         yield report
-    fill(report, watch)
+    if watch.is_own_process():
+        _complete(report, watch)
 
 
-def fill(report: Report, watch: Watch) -> None:
-    """Complete `report` with what `watch` saw; with its problem, if that was not enough."""
-    report.problem = watch.problem
-    if watch.seen == 0:
-        report.problem = (
-            "no torch.optim.Optimizer made a step in this process; if other processes train, use "
-            "`with ampfuse.doctor.examine():` around their loop"
-        )
-    elif watch.profiler is None and not report.problem:
-        needed = watch.warmup + 2 * watch.steps + 1  # the first profiled one is left out
-        report.problem = (
-            f"the training ended after {watch.seen} optimizer step{'s' * (watch.seen > 1)}; "
-            f"{needed} are needed: reduce warmup and steps"
-        )
+def _complete(report: Report, watch: Watch) -> None:
+    """Fill in what `watch` saw, or the problem, if that was not enough."""
+    report.seen, report.problem = watch.seen, watch.problem
     if report.problem or watch.profiler is None:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -208,8 +199,8 @@ def fill(report: Report, watch: Watch) -> None:
     report.steps, report.step_ms = len(times), statistics.fmean(times)
     report.fastest_ms, report.slowest_ms = min(times), max(times)
     report.profiled_ms = profile.duration / len(profile.steps) / 1e3
-    report.device, report.optimizers, report.waits = watch.device, watch.optimizers, watch.lines()
-    report.operations = profile.operations
+    report.device, report.optimizers = watch.device, watch.optimizers
+    report.syncs, report.operations = watch.syncs.lines(), profile.operations
     for op in report.operations:
         op.ms *= report.step_ms / report.profiled_ms
     for kind in LABELS:
@@ -220,20 +211,20 @@ def fill(report: Report, watch: Watch) -> None:
     report.advice.sort(key=lambda one: -(one.gain or 0.0))
 
 
-# --- what would pay -------------------------------------------------------------------------------
+# --- what would help ------------------------------------------------------------------------------
 
 
 def _half_pays(name: str) -> Callable[[Report], bool]:
-    """Where the device computes in the type, and matrix work takes more than a tenth of a step."""
+    """A rule: the device computes in the type, and matrix work takes over a tenth of a step."""
     return lambda report: (
         report.half_type == name and report.full_ms("matrix") > 0.1 * report.step_ms
     )
 
 
 # fmt: off
-# What to do, how, when it applies, and the kinds of work of which it saves a part: of the whole a
-# gain is "at most", as if nothing came in its place; of half, "about". Rules with matrix work count
-# only what is not in half precision.
+# A change, how to make it, when it applies, and the kinds of work of which it saves a part. If that
+# is the whole, the gain is "at most", as if nothing came in its place; if half, "about". Rules with
+# matrix work count only work that is not in half precision.
 RULES: tuple[tuple[str, str, Callable[[Report], bool], tuple[str, ...], float], ...] = (
     ("faster loading", "DataLoader(num_workers=..., persistent_workers=True): one for each "
      "core, more if they wait for files; cheaper transforms",
@@ -246,7 +237,7 @@ RULES: tuple[tuple[str, str, Callable[[Report], bool], tuple[str, ...], float], 
      "over all parameters", lambda report: not FUSED.keys().isdisjoint(report.optimizers),
      ("optimizer",), 0.5),
     ("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
-     "optimizer, batch): a CUDA graph; first remove what waits for the GPU",
+     "optimizer, batch): a CUDA graph; first remove the lines that synchronize",
      lambda report: report.is_on_gpu, ("host",), 1.0),
     ("less Python, fewer and larger operations", "move loading (into a DataLoader), logging "
      "and file access out of the step; larger batches; torch.compile(model)",
@@ -264,7 +255,7 @@ RULES: tuple[tuple[str, str, Callable[[Report], bool], tuple[str, ...], float], 
 
 
 def find(report: Report) -> list[Finding]:
-    """What pays by the `RULES`."""
+    """The changes that help by the `RULES`."""
     found = []
     for what, suggestion, applies, kinds, part in RULES:
         is_half = "matrix" in kinds
@@ -275,7 +266,7 @@ def find(report: Report) -> list[Finding]:
     return found
 
 
-# --- the kernels of attention ---------------------------------------------------------------------
+# --- the backends of attention --------------------------------------------------------------------
 
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -283,68 +274,62 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_KERNELS = {
-    **{f"aten::_scaled_dot_product_{name}_attention": name for name in _BACKENDS},
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
-    "aten::_scaled_dot_product_attention_math": "math",
-}
-_TYPES = {
+_ATTENTION = re.compile(
+    r"aten::_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)(_attention(_for_cpu)?)?"
+)
+_DTYPES = {
     **{"double": torch.float64, "float": torch.float32, "bool": torch.bool},
     **{"c10::Half": torch.float16, "c10::BFloat16": torch.bfloat16},
 }
 
 
 def compare_attention(report: Report, profile: Profile) -> list[Finding]:
-    """Say which kernel computes the attention that a step has most of, and advise another where
-    each of its calls, forward and backward, took less time than each of that one's."""
+    """Say which backend computes the attention that a step has most of, and advise another if each
+    of its calls, forward and backward, took less time than each of the present one's."""
     calls: dict[str, list[Event]] = defaultdict(list)
-    for event in (event for event in profile.host if event.name in _KERNELS):
+    for event in (event for event in profile.host if _ATTENTION.fullmatch(event.name)):
         calls[repr((event.name, event.dims, event.types, event.values))].append(event)
     if not calls:
         return []
-    event, *others = max(calls.values(), key=len)
-    used, times = _KERNELS[event.name], measure_attention(event, report.device)
+    same = max(calls.values(), key=len)
+    event, times = same[0], measure_attention(same[0], report.device)
+    used = _ATTENTION.sub(r"\1", event.name)
     medians = {name: statistics.median(ms) for name, ms in times.items()}
-    sizes = "x".join(map(str, event.dims[0]))
     report.attention = (
-        f"Attention of {sizes}, {event.precision}: {used} computes it. Forward and backward "
-        f"take {', '.join(f'{figures(ms, 3)} ms by {name}' for name, ms in medians.items())}."
+        f"Attention of {'x'.join(map(str, event.dims[0]))}, {event.precision}: {used} computes it. "
+        "Forward and backward take "
+        f"{', '.join(f'{figures(ms, 3)} ms by {name}' for name, ms in medians.items())}."
     )
     best = min(medians, key=lambda name: medians[name], default=used)
     if used not in times or max(times[best]) >= min(times[used]):
         return []
-    gain = report.gain_of((1 + len(others)) / len(profile.steps) * (medians[used] - medians[best]))
+    gain = report.gain_of(len(same) / len(profile.steps) * (medians[used] - medians[best]))
     chosen = ", ".join(str(_BACKENDS[name]) for name in (best, used))
     line = f"with torch.nn.attention.sdpa_kernel([{chosen}], set_priority=True):"
-    suggestion = f"around the steps: {line}"
-    return [Finding(f"attention by {best}", suggestion, found=f"measured {gain:.2f}x", gain=gain)]
+    kind, found = f"attention by {best}", f"measured {gain:.2f}x"
+    return [Finding(kind, f"around the steps: {line}", found=found, gain=gain)]
 
 
 def measure_attention(event: Event, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of five calls as `event`, forward and backward, by each backend there is."""
+    """Milliseconds of five calls like `event`, forward and backward, by each backend there is."""
     schema = getattr(torch.ops.aten, event.name.removeprefix("aten::")).default._schema
-    names = [argument.name.replace("attn_bias", "attn_mask") for argument in schema.arguments]
-    value = dict(zip(names, event.values, strict=False))
-    given = zip(names, event.dims, event.strides, event.types, strict=False)
-    tensors: dict[str, Any] = {}
+    named = zip((argument.name for argument in schema.arguments), event.values, strict=False)
+    known = ("dropout_p", "is_causal", "scale")
+    options = {name: ast.literal_eval(text) for name, text in named if name in known and text}
+    query, key, value, *mask = (
+        torch.empty_strided(sizes, strides, dtype=_DTYPES[kind], device=device).fill_(1)
+        for sizes, strides, kind in zip(event.dims, event.strides, event.types, strict=False)
+        if sizes and kind in _DTYPES
+    )
+    inputs: list[Any] = [tensor.requires_grad_() for tensor in (query, key, value)]
+    options["enable_gqa"] = query.shape[1] != key.shape[1]
     found = {}
     with same_random_numbers(), torch.enable_grad():
-        for name, sizes, strides, kind in given:
-            if sizes and kind in _TYPES:
-                new = torch.empty_strided(sizes, strides, dtype=_TYPES[kind], device=device)
-                tensors[name] = new.fill_(1) if "mask" in name else new.normal_().requires_grad_()
-        query, key, values = inputs = [tensors[name] for name in ("query", "key", "value")]
         for name, backend in _BACKENDS.items():
             clock = StepClock(device)
             with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # some are not for these
                 for _ in range(3 + 5):
-                    output = scaled_dot_product_attention(
-                        *(query, key, values, tensors.get("attn_mask")),
-                        dropout_p=float(value.get("dropout_p") or 0.0),
-                        is_causal=value.get("is_causal") == "True",
-                        scale=float(value["scale"]) if value.get("scale") else None,
-                        enable_gqa=query.shape[1] != key.shape[1],
-                    )
+                    output = scaled_dot_product_attention(*inputs, *mask, **options)
                     torch.autograd.grad(output, inputs, torch.ones_like(output))
                     clock.mark()
                 found[name] = clock.flush()[-5:]

@@ -1,4 +1,4 @@
-"""Watches a training: times some steps, profiles as many more, and looks for waits in one."""
+"""Watches a training: times steps, profiles as many more, and records synchronization in one."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from ampfuse.doctor.profile import CLOSURE, STEP
 from ampfuse.insight.tracker import callers
 from ampfuse.measuring import silent_stderr, wait_for
 
-# Operations with results that the host has to know.
-_WAITING = frozenset(
+# Operations whose results the host has to know.
+_SYNCHRONIZING = frozenset(
     "_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_consecutive equal".split()
 )
 
 
 class Finished(BaseException):
-    """Ends the script when enough was seen. No Exception: ``except Exception`` lets it through."""
+    """Ends the script when enough was seen. Not an Exception, which scripts catch."""
 
 
-class Waits(TorchDispatchMode):
-    """Counts what waits for the GPU, or would, by file, line and operation.
+class SyncRecorder(TorchDispatchMode):
+    """Records the user's lines that synchronize with the GPU (or would, with one), and by what.
 
     On the CPU nothing inside of an optimizer's step counts: torch's keep numbers on the CPU.
     """
@@ -46,22 +46,29 @@ class Waits(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[tuple[str, int, str]] = Counter()
+        self.calls: Counter[tuple[str, int, str]] = Counter()  # by file, line and operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        waits = name in _WAITING
-        if name in ("index", "index_put", "index_put_"):  # the places in a mask are counted
-            waits = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        is_sync = name in _SYNCHRONIZING
+        if name in ("index", "index_put", "index_put_"):  # the elements of a mask are counted
+            is_sync = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         elif name in ("_to_copy", "copy_"):
             blocks = not (kwargs or {}).get("non_blocking") and True not in args[2:]
-            waits = args[name == "copy_"].is_cuda and not result.is_cuda and blocks
-        elif waits:
-            waits = args[0].is_cuda if self.on_gpu else not self.in_step
-        if waits:
+            is_sync = args[name == "copy_"].is_cuda and not result.is_cuda and blocks
+        elif is_sync:
+            is_sync = args[0].is_cuda if self.on_gpu else not self.in_step
+        if is_sync:
             place, _ = callers()
             self.calls[(*(place or ("in torch", 0)), name)] += 1
         return result
+
+    def lines(self) -> list[str]:
+        """The lines, with the operations and how often each was called, most frequent first."""
+        return [
+            f"{file}:{line}: {linecache.getline(file, line).strip()}  ({count} x {name})"
+            for (file, line, name), count in self.calls.most_common()
+        ]
 
 
 @dataclass
@@ -70,8 +77,8 @@ class Watch:
 
     A step is one call of ``step`` of the optimizer that is the first to make `warmup` steps. After
     these, `steps` are timed with nothing else going on, then as many are profiled, and in one more
-    lines that wait are looked for; then `stop` raises Finished. `seconds` are those of each timed
-    step, `optimizers` the types of all that stepped since then.
+    lines that synchronize are recorded; then `stop` raises Finished. `seconds` has the time of each
+    timed step, `optimizers` the types of all that stepped since then.
     """
 
     warmup: int
@@ -82,8 +89,8 @@ class Watch:
     optimizers: set[type[Optimizer]] = field(default_factory=set)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     profiler: profile | None = None
-    waits: Waits = field(default_factory=Waits)
-    problem: str | None = None
+    syncs: SyncRecorder = field(default_factory=SyncRecorder)
+    runs_profiler: bool = False  # the training itself
     done: bool = False
 
     def __enter__(self) -> Watch:
@@ -98,14 +105,34 @@ class Watch:
 
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
-        if os.getpid() == self._process:
+        if self.is_own_process():
             self._phases.close()
 
+    def is_own_process(self) -> bool:
+        """False in a process that the training forked."""
+        return os.getpid() == self._process
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why too little was seen for a report."""
+        if self.runs_profiler:
+            return "the script runs torch's profiler itself: turn that off"
+        if self.seen == 0:
+            return (
+                "no torch.optim.Optimizer made a step in this process; if other processes train, "
+                "use `with ampfuse.doctor.examine():` around their loop"
+            )
+        if self.profiler is None:
+            needed = self.warmup + 2 * self.steps + 1  # the first profiled one is left out
+            seen = f"{self.seen} optimizer step{'s' * (self.seen > 1)}"
+            return f"the training ended after {seen}; {needed} are needed: reduce warmup and steps"
+        return None
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if os.getpid() != self._process or self.done:
+        if self.done or not self.is_own_process():
             return None
         if not callable(closure := kwargs.get("closure", *args[1:2])):
-            self.waits.in_step = True
+            self.syncs.in_step = True
             return None
         marked = record_function(CLOSURE)(closure)  # not the optimizer's own time
         if args[1:]:
@@ -113,9 +140,9 @@ class Watch:
         return args, kwargs | {"closure": marked}
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if os.getpid() != self._process:
+        if not self.is_own_process():
             return
-        self.waits.in_step = False
+        self.syncs.in_step = False
         if not self.done:
             self._count(optimizer)
         if self.done and self.stop:  # again, if the script caught the first one
@@ -129,7 +156,7 @@ class Watch:
             self._chosen = optimizer
             devices = (p.device for group in optimizer.param_groups for p in group["params"])
             self.device = next((d for d in devices if d.type == "cuda"), self.device)
-            self.waits.on_gpu = self.device.type == "cuda"
+            self.syncs.on_gpu = self.device.type == "cuda"
         self.seen = max(self.seen, count) if self._chosen is None else self._counts[self._chosen]
         if optimizer is self._chosen:
             if self.profiler:
@@ -138,7 +165,7 @@ class Watch:
             next(self._phases, None)
 
     def _after_warmup(self) -> Iterator[None]:
-        """What is done between steps from then on; goes on after each."""
+        """The phases after the warm-up; each ``yield`` is a step of the training."""
         wait_for(self.device)
         for _ in range(self.steps):
             begin = time.perf_counter()
@@ -147,8 +174,7 @@ class Watch:
         wait_for(self.device)  # a GPU's backlog belongs to the last step
         self.seconds[-1] = time.perf_counter() - begin
         if torch.autograd._profiler_enabled():
-            self.problem = "the script runs torch's profiler itself: turn that off"
-            self.done = True
+            self.runs_profiler = self.done = True
             return
         with silent_stderr():
             self.profiler = profile(record_shapes=True, acc_events=True)
@@ -163,13 +189,6 @@ class Watch:
         with contextlib.ExitStack() as looking:
             if "torch._dynamo" in sys.modules:  # what is compiled shows no lines
                 looking.enter_context(torch.compiler.set_stance("force_eager"))
-            looking.enter_context(self.waits)
+            looking.enter_context(self.syncs)
             yield
         self.done = True
-
-    def lines(self) -> list[str]:
-        """Those of the program that wait, and on what."""
-        return [
-            f"{file}:{line}: {linecache.getline(file, line).strip()}  ({count} x {name})"
-            for (file, line, name), count in self.waits.calls.most_common()
-        ]

@@ -1,13 +1,13 @@
-"""What goes on inside a mixed-precision training, in words and numbers.
+"""Reports about a mixed-precision training.
 
 ====================  ===========================================================
-``optimizer.meter``   what half precision does to each tensor's steps
-``explain_overflow``  where the first inf or NaN of a step originated, and what helps
-``memory_report``     what a training holds, in each mode
-``plan``              whether a training fits, before anything is allocated
+``optimizer.meter``   lost updates and gradient underflow of each tensor
+``explain_overflow``  the origin of a step's first inf or NaN, and a fix
+``memory_report``     the memory that a training holds now, by kind
+``plan``              the memory that it would need at each level and in each mode
 ====================  ===========================================================
 
-Where the time goes, and which level to train at: :mod:`ampfuse.doctor`.
+For where the time goes, and which level to train at, see :mod:`ampfuse.doctor`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ampfuse.insight.memory import MemoryReport, memory_report
 from ampfuse.insight.memory_plan import Plan, plan
 from ampfuse.insight.meter import Meter, TensorReading
 from ampfuse.insight.overflow import OverflowWatch, explain_overflow
-from ampfuse.insight.reports import Finding
+from ampfuse.insight.reporting import Finding
 
 __all__ = [
     "Explanation",

@@ -1,4 +1,4 @@
-"""What is known about the first inf or NaN of a step, and in words what helps against it."""
+"""The explanation of a step's first inf or NaN, with a suggestion."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import torch
 
-from ampfuse.insight.reports import dtype_name
+from ampfuse.insight.reporting import dtype_name
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Where an inf or a NaN originated that reached the loss or a gradient.
+    """The origin of an inf or a NaN that reached the loss or a gradient.
 
     Attributes:
         phase: "forward" or "backward", where an operation gave it; "data" or "weights", where the
@@ -30,7 +30,7 @@ class Explanation:
         aten: the operation as torch dispatched it, such as ``aten._softmax.default``.
         largest_input: largest magnitude among the operation's inputs.
         largest_result: what the result would have reached in a wider type (FP32; for FP32 FP64);
-            inf or NaN if the width is not the cause, None if that cannot be told. For a weight that
+            inf or NaN if the width is not the cause, None if that is unknown. For a weight that
             ``amp.initialize`` made inf by its cast: what it was before.
         line: the line of the program that called the operation forward.
         scale: the number that the loss was multiplied by.
@@ -55,7 +55,7 @@ class Explanation:
 
     @property
     def place(self) -> str:
-        """The module in words: ``"encoder.0 (Linear)"``."""
+        """The module as text: ``"encoder.0 (Linear)"``."""
         if self.module is None:
             return "code outside of the model"
         return f"{self.module or 'the model'} ({self.module_type})"
@@ -75,13 +75,13 @@ class Explanation:
 
     @property
     def is_harmless(self) -> bool:
-        """True while a dynamic loss scale is finding its value: it helps itself."""
+        """True while a dynamic loss scale is still adapting: nothing has to be done."""
         fitting = self.fitting_scale
         return self.dynamic and fitting is not None and 1 <= fitting < self.scale
 
     @property
     def suggestion(self) -> str:
-        """What helps, in a sentence or two."""
+        """The fix, in a sentence or two."""
         skips = max(1, round(math.log2(self.scale / (self.fitting_scale or self.scale))))
         return next(suggestion for when, suggestion in _SUGGESTIONS if when(self)).format(
             e=self,
@@ -132,7 +132,7 @@ _REDUCTIONS = frozenset(
 _PRODUCTS = frozenset(
     "linear matmul mm bmm baddbmm addbmm mv dot einsum conv scaled_dot_product_attention".split()
 )
-# What helps where an operation has no finite result in any dtype.
+# The fix where an operation has no finite result in any dtype.
 _NORM = "at 0 a norm has no gradient: add a small number under the root"
 _DOMAIN = {
     "div": "the divisor holds 0: add a small number to it, or clamp it",

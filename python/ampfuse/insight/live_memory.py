@@ -19,7 +19,7 @@ from ampfuse.amp.float32_output import Float32Output
 # Without the tag that torch has for such operations.
 _ELEMENTWISE = {"aten::_to_copy", "prims::convert_element_type", "prims::iota"}
 _ELEMENTWISE |= {"prims::_low_memory_max_pool_offsets_to_indices"}
-# Besides reductions, what reads elementwise operands as it computes them.
+# Operations besides reductions that compute elementwise operands as they read them.
 _TAKES_FUSED = {"aten::scatter_add", "aten::index_put", "aten::max_pool2d_with_indices_backward"}
 _TAKES_FUSED |= {"aten::_unsafe_masked_index_put_accumulate"}
 
@@ -137,7 +137,7 @@ class _Interpreter(torch.fx.Interpreter):
 
 
 def _is_elementwise(node: torch.fx.Node) -> bool:
-    """Whether it is a view, or each of its elements depends on one of each operand."""
+    """Return whether `node` is a view, or each element depends on one of each operand."""
     operation = node.target
     if not isinstance(operation, torch._ops.OpOverload):
         return operation is operator.getitem
@@ -146,7 +146,7 @@ def _is_elementwise(node: torch.fx.Node) -> bool:
 
 
 def _takes_fused(node: torch.fx.Node) -> bool:
-    """Whether Inductor computes elementwise operands within the kernel of `node`."""
+    """Return whether Inductor computes elementwise operands in the kernel of `node`."""
     operation = node.target
     if _is_elementwise(node):
         return True

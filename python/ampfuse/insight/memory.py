@@ -1,4 +1,8 @@
-"""``amp.memory_report``: what a training holds, by kind, now and in each mode, and what fits."""
+"""``amp.memory_report``: what a training holds now, by kind of memory.
+
+What it would hold at another level or with other options: ``ampfuse.plan``, which shares the kinds
+of memory and the sizes that follow from a model and its optimizer.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +19,23 @@ from torch.optim import Optimizer
 
 from ampfuse import pytree
 from ampfuse._schema import STORAGES
-from ampfuse.amp.casts import eager_module, is_affine_batch_norm
-from ampfuse.insight.inputs import check_owned, check_types, output_of, same_random_numbers
-from ampfuse.insight.reports import aligned
+from ampfuse.amp.casts import eager_module
+from ampfuse.insight.reporting import (
+    aligned,
+    check_owned,
+    check_types,
+    output_of,
+    same_random_numbers,
+)
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
 from ampfuse.optim.muon import step_bytes
 from ampfuse.optim.param_groups import parameters, with_wrapped
 from ampfuse.optim.state import storage_for
-from ampfuse.torch_utils import HALF_DTYPES
 
-KINDS = "weights gradients masters states accumulators average activations".split()
-# The modes, by the optimizer's options; one that names masters has half weights, as O2 and O5 have.
-MODES: dict[str, dict[str, Any]] = {
-    "8bit": {"state_dtype": "8bit"},
-    "masters": {"master_weights": True},
-    "masters+8bit": {"master_weights": True, "state_dtype": "8bit"},
-    "split": {"master_weights": "split"},
-    "split+bf16": {"master_weights": "split", "state_dtype": "bf16"},
-    "split+8bit": {"master_weights": "split", "state_dtype": "8bit"},
-    "split+8bit+ema": {"master_weights": "split", "state_dtype": "8bit", "ema_decay": 0.999},
-    "stochastic": {"master_weights": False, "rounding": "stochastic"},
-}
+# The kinds of memory, in the order of tables.
+KINDS = "weights gradients accumulators masters states average activations".split()
 # Bytes an element: of a half parameter's master, of an average.
 _MASTER, _AVERAGE = {False: 0, True: 4, "split": 2}, 4
 _KIND_OF_STATE = {"master_param": "masters", "master_remainder": "masters", "ema": "average"}
@@ -48,56 +46,45 @@ def memory_report(
     optimizer: Optimizer,
     batch: Any = None,
     *,
-    budget: str | float = "16GB",
+    budget: str | float | None = None,
 ) -> MemoryReport:
-    """What a training of `model` holds, by kind: now, and in each mode that would change it.
+    """Report how many bytes a training of `model` holds now, by kind.
 
-    "Now" is measured: storages of tensors that are there, each once. Gradients, masters and states
-    that are not (before the first step) are computed, as the modes are. Where all weights are FP32,
-    modes of half weights are those of O2 and O5, and FP32 activations count half.
+    Tensors that exist are measured: their storages, each once. Gradients, masters and states that
+    do not (before the first step) are computed from the sizes of the parameters. What a training
+    would hold at another level or with other options of the optimizer: :func:`ampfuse.plan`.
 
     Activations are what a forward pass in training mode keeps for its backward, casts of weights
     included. It runs on a copy with the same weights; nothing of yours changes. Accumulators are
     FP32 gradients of masters that have been read; those inside the optimizer are not shown.
 
     Arguments:
-        model, optimizer: before or after ``amp.initialize``, before or after a step.
+        model, optimizer: before or after ``amp.initialize``, before or after a step; on the meta
+            device, too.
         batch: what `model` takes: a tensor, a tuple of arguments or a dict of keywords.
-        budget: memory to compare with: "16GB", "15 GiB", or a number of bytes.
+        budget: memory to compare the total with: "16GB", "15 GiB", or a number of bytes.
 
     Raises:
         TypeError, ValueError: an argument is not as above, or the optimizer is another model's.
     """
     check_types(model, optimizer, "amp.memory_report(model, optimizer, batch)")
-    limit = bytes_of(budget)
+    limit = None if budget is None else bytes_of(budget)
     model, inner = eager_module(model), with_wrapped(optimizer)[-1]
-    fused = algorithm_of(inner)
-    states = counts_of_states(inner)
+    algorithm, states = algorithm_of(inner), counts_of_states(inner)
     check_owned(model, states, "Pass the model's own optimizer, or one module with all of them.")
-    found = _measured(model, optimizer)
-    kept, wide = (0, 0) if batch is None else _activations(model, batch)
-    masters = getattr(inner, "master_weights", False)
     options = {name: getattr(inner, name, None) for name in ("state_dtype", "ema_decay")}
+    options["master_weights"] = getattr(inner, "master_weights", False)
     if not isinstance(inner, AmpOptimizer):
         options["state_dtype"] = "parameter's"  # as torch has them
-    given = {"activations": kept} if fused else {"activations": kept, "states": found["states"]}
-    computed = held_bytes(model, states, {"master_weights": masters, **options}) | given
-    held = {"now": {kind: found[kind] or computed[kind] for kind in KINDS}}
-    expected = {("now", k) for k in KINDS[:-1] if computed[k] and not found[k]}
-    is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
-    for mode, changes in MODES.items() if fused else [("masters", MODES["masters"])]:
-        if fused and changes.get("state_dtype", "fp32") not in fused.storages:
-            continue
-        casts = "master_weights" in changes and not is_half
-        new = held_bytes(model, states, {"master_weights": masters, **changes}, casts) | given
-        new["activations"] -= casts * wide // 2
-        if new not in (computed, *held.values()):
-            held[mode] = new
-            expected |= {(mode, "activations")} if casts and wide else set()
-    notes = ["~ expected: not allocated yet, or in another dtype then"] if expected else []
-    if not (fused or found["states"]):
+    measured, held = _measured(model, optimizer), held_bytes(model, states, options)
+    expected = {kind for kind in KINDS if held[kind] and not measured[kind]}
+    held |= {kind: count for kind, count in measured.items() if count}
+    if batch is not None:
+        held["activations"] = _activations(model, batch)
+    notes = ["~ expected: not allocated yet"] if expected else []
+    if not (algorithm or measured["states"]):
         notes.append(f"The states of {type(inner).__name__} are missing before its first step.")
-    if fused and fused.has_scratch:
+    if algorithm and algorithm.has_scratch:
         notes.append(
             f"During a step {type(inner).__name__} takes up to {size(step_bytes(inner))} more, "
             "when the activations are freed."
@@ -109,33 +96,34 @@ def memory_report(
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """What :func:`memory_report` found; ``print`` shows it as a table.
+    """The result of :func:`memory_report`; ``print`` shows it as a table.
 
-    `held` has the bytes by mode ("now" or a name of `MODES`) and kind, `expected` the modes and
-    kinds of which they were neither measured nor follow from sizes alone; `budget` is in bytes, and
-    `parameters` counts elements.
+    `held` has the bytes by kind, `expected` the kinds that were computed and not measured;
+    `budget` is in bytes or None, and `parameters` counts elements.
     """
 
     heading: str
     parameters: int
-    budget: int
-    held: Mapping[str, Mapping[str, int]]
-    expected: Set[tuple[str, str]]
+    budget: int | None
+    held: Mapping[str, int]
+    expected: Set[str]
     notes: Sequence[str]
 
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.held.values())
+
     def table(self) -> str:
-        """A row for each kind, in bytes a parameter, and totals; a column for each mode."""
-        rows = {kind: [held[kind] for held in self.held.values()] for kind in KINDS}
-        lines = [["bytes a parameter", *self.held]]
-        for kind, row in rows.items():
-            marks = ["~" * ((mode, kind) in self.expected) for mode in self.held]
-            cells = [f"{each / self.parameters:.2f}" if each else "-" for each in row]
-            if any(row):
-                lines.append([kind, *map("".join, zip(marks, cells, strict=True))])
-        totals = [sum(held.values()) for held in self.held.values()]
-        lines.append(["together", *(f"{total / self.parameters:.2f}" for total in totals)])
-        fits = ("yes" if total <= self.budget else "no" for total in totals)
-        lines += [["total", *map(size, totals)], [f"fits {size(self.budget)}", *fits]]
+        """A row for each kind and for the total: bytes, and bytes a parameter."""
+        lines = [["", "memory", "bytes a parameter"]]
+        for kind, count in {**self.held, "total": self.total}.items():
+            if count:
+                cells = size(count), f"{count / self.parameters:.2f}"
+                lines.append([kind, *("~" * (kind in self.expected) + cell for cell in cells)])
+        if self.budget is not None:
+            fits = "yes" if self.total <= self.budget else "no"
+            lines.append([f"fits {size(self.budget)}", fits, ""])
         return "\n".join([self.heading, *aligned(lines, left=(0,)), *self.notes])
 
     __str__ = table
@@ -148,7 +136,7 @@ def size(count: float) -> str:
 
 
 def bytes_of(budget: Any) -> int:
-    """What ``"16GB"``, ``"15 GiB"`` or a number says. Raises ValueError."""
+    """The number of bytes that ``"16GB"``, ``"15 GiB"`` or a number means. Raises ValueError."""
     number = budget
     if isinstance(budget, str) and (parts := re.fullmatch(r"(\d+\.?\d*) *([kMGT])(i?)B", budget)):
         number = float(parts[1]) * (1024 if parts[3] else 1000) ** (1 + "kMGT".index(parts[2]))
@@ -158,7 +146,7 @@ def bytes_of(budget: Any) -> int:
 
 
 def counts_of_states(optimizer: Optimizer) -> dict[Tensor, int]:
-    """By parameter of the model, how many states of its shape the optimizer's kernel has."""
+    """The number of states that the optimizer's kernel has for each parameter of the model."""
     states: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
         algorithm = algorithm_of(optimizer, group)
@@ -168,24 +156,21 @@ def counts_of_states(optimizer: Optimizer) -> dict[Tensor, int]:
 
 
 def held_bytes(
-    model: nn.Module, states: Mapping[Tensor, int], options: Mapping[str, Any], casts: bool = False
+    model: nn.Module, states: Mapping[Tensor, int], options: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Bytes by kind; `casts`: with the weights of O2 and O5."""
-    held, sizes = dict.fromkeys(KINDS, 0), {}
-    for module in model.modules():
-        to_half = casts and not is_affine_batch_norm(module)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            sizes[tensor] = 2 if to_half and tensor.is_floating_point() else tensor.itemsize
-    for tensor, itemsize in sizes.items():
-        elements = tensor.numel()
-        held["weights"] += elements * itemsize
-        held["gradients"] += elements * itemsize * tensor.requires_grad
+    """Bytes by kind, from the sizes of the tensors and the `options` of the optimizer."""
+    held = dict.fromkeys(KINDS, 0)
+    storage = options.get("state_dtype") or "fp32"
+    for tensor in (*model.parameters(), *model.buffers()):
+        elements, nbytes = tensor.numel(), tensor.nbytes
+        held["weights"] += nbytes
+        held["gradients"] += nbytes * tensor.requires_grad
         if tensor in states and tensor.requires_grad:
-            held["masters"] += elements * _MASTER[options["master_weights"]] * (itemsize == 2)
+            is_half = tensor.itemsize == 2
+            held["masters"] += elements * _MASTER[options["master_weights"]] * is_half
             held["average"] += elements * _AVERAGE * bool(options.get("ema_decay"))
-            name = options.get("state_dtype") or "fp32"
-            of_torch = name not in STORAGES  # in the parameter's type
-            nbytes = itemsize * elements if of_torch else storage_for(name, tensor).nbytes(elements)
+            if storage in STORAGES:  # otherwise a state has the parameter's type
+                nbytes = storage_for(storage, tensor).nbytes(elements)
             held["states"] += states[tensor] * nbytes
     return held
 
@@ -215,14 +200,14 @@ def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
         yield from (part.untyped_storage() for part in parts)
 
 
-def _activations(model: nn.Module, batch: Any) -> tuple[int, int]:
-    """Bytes that a forward pass keeps for its backward, and those of them in FP32 tensors."""
-    kept: dict[int, tuple[StorageWeakRef, int, bool]] = {}
+def _activations(model: nn.Module, batch: Any) -> int:
+    """Bytes that a forward pass keeps for its backward."""
+    kept: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         for storage in _storages(tensor):
             reference = StorageWeakRef(storage)
-            kept[reference.cdata] = reference, storage.nbytes(), tensor.dtype == torch.float32
+            kept[reference.cdata] = reference, storage.nbytes()
         return tensor.detach()  # an output itself would keep its own graph alive
 
     # A copy on the same weights: modes, buffers and what else a forward changes are its own.
@@ -234,7 +219,7 @@ def _activations(model: nn.Module, batch: Any) -> tuple[int, int]:
         output = output_of(model, batch)
     for storage in _storages([*model.parameters(), *model.buffers()]):
         kept.pop(storage._cdata, None)
-    # What `output` does not need in its backward is gone.
-    alive = [entry[1:] for entry in kept.values() if not entry[0].expired()]
+    # Tensors that the backward of `output` does not need are gone.
+    total = sum(nbytes for reference, nbytes in kept.values() if not reference.expired())
     del output
-    return sum(count for count, _ in alive), sum(count for count, is_wide in alive if is_wide)
+    return total

@@ -32,17 +32,14 @@ from ampfuse import pytree
 from ampfuse.amp.casts import Casts, cast_model, eager_module, install, is_installed
 from ampfuse.amp.policy import LEVELS, Policy, make_policy
 from ampfuse.half_ops import cpu_half_ops
-from ampfuse.insight import inputs
 from ampfuse.insight.live_memory import LiveMemory, compiled_graphs
-from ampfuse.insight.memory import bytes_of, counts_of_states, held_bytes, size
-from ampfuse.insight.reports import aligned
+from ampfuse.insight.memory import KINDS, bytes_of, counts_of_states, held_bytes, size
+from ampfuse.insight.reporting import LossFunction, aligned, loss_of, output_of, same_random_numbers
 from ampfuse.nn import fuse, linear_cross_entropy, recompute_norms
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.muon import step_bytes
 from ampfuse.torch_utils import HALF_DTYPES
 
-# Of held memory, in the order of the table; `peak` is the most at one time.
-KINDS = "weights gradients accumulators masters states average activations peak".split()
 _FP32_LEVEL = {"O2": "O1", "O3": "O1", "O5": "O4"}
 
 
@@ -73,15 +70,15 @@ def plan(
     optimizer: str | Callable[[Any], Optimizer] = "AdamW",
     *,
     opt_level: str = "O5",
-    loss_function: inputs.LossFunction | None = None,
+    loss_function: LossFunction | None = None,
     budget: str | float | None = None,
     device: str = "cuda",
     fuse: bool = False,
     compiled: bool = False,
     accumulate: bool = False,
 ) -> Plan:
-    """What a training of `model` needs, by kind and at its peak: at `opt_level`, in FP32, under
-    autocast, and with what reduces it, one change after another.
+    """Plan the memory of a training of `model`, by kind and at its peak: at `opt_level`, in FP32,
+    under autocast, and with changes that reduce it, one after another.
 
     Nothing is computed and nothing is allocated: the model may be larger than the machine. `model`
     does not change.
@@ -156,11 +153,11 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What :func:`plan` found; ``print`` shows it as a table.
+    """The result of :func:`plan`; ``print`` shows it as a table.
 
-    `held` has bytes by mode and kind (see `KINDS`); a mode is a level, or begins with "+": a change
-    that is added to all before it. `asked` is the place of the level that was asked for, `budget`
-    is in bytes or None, and `parameters` counts elements.
+    `held` has bytes by mode and kind, and under "peak" the most at one time. A mode is a level, or
+    begins with "+": a change that is added to all before it. `asked` is the place of the level that
+    was asked for, `budget` is in bytes or None, and `parameters` counts elements.
     """
 
     heading: str
@@ -171,7 +168,7 @@ class Plan:
     notes: Sequence[str]
 
     def fits(self, mode: str) -> bool:
-        """Whether the peak of `mode` is within the budget. Raises ValueError without a budget."""
+        """Compare the peak of `mode` with the budget. Raises ValueError without a budget."""
         if self.budget is None:
             raise ValueError("there is no budget: pass budget= to ampfuse.plan")
         return self.held[mode]["peak"] <= self.budget
@@ -195,7 +192,7 @@ class Plan:
 
     def table(self) -> str:
         """A row for each mode: what it holds by kind, its peak, and whether it fits."""
-        kinds = [kind for kind in KINDS if any(row[kind] for row in self.held.values())]
+        kinds = [kind for kind in (*KINDS, "peak") if any(row[kind] for row in self.held.values())]
         lines = [["", *kinds, *([f"fits {size(self.budget)}"] if self.budget else [])]]
         for mode, row in self.held.items():
             cells = [size(row[kind]) if row[kind] else "-" for kind in kinds]
@@ -231,7 +228,7 @@ def _maker_of(optimizer: Any) -> Callable[[nn.Module], Optimizer]:
     if isinstance(optimizer, str):
         kind = getattr(ampfuse.optim, optimizer, getattr(torch.optim, optimizer, None))
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise ValueError(f"{optimizer!r} is no optimizer of ampfuse.optim or torch.optim")
+            raise ValueError(f"{optimizer!r} is not an optimizer of ampfuse.optim or torch.optim")
 
     def make(model: nn.Module) -> Optimizer:
         params: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -256,7 +253,7 @@ class PlannedTraining:
 
     model: nn.Module
     batch: Any
-    loss_function: inputs.LossFunction | None
+    loss_function: LossFunction | None
     device: str
     make: Callable[[nn.Module], Optimizer]
     fuse: bool = False
@@ -269,7 +266,7 @@ class PlannedTraining:
         self._passes: dict[Any, tuple[int, int]] = {}
 
     def can(self, change: str) -> bool:
-        """Whether a change of the model applies to this one."""
+        """Return whether a change of the model applies to this one."""
         if change == "linear_cross_entropy":
             return self.loss_function is None and _has_language_head(self.model, self.batch)
         if change == "fuse":
@@ -321,9 +318,9 @@ class PlannedTraining:
         return model
 
     def _pass(self, policy: Policy, changes: tuple[str, ...]) -> tuple[int, int]:
-        """What a forward pass keeps for its backward, and the most at one time in both."""
+        """Bytes that a forward pass keeps for its backward, and the most at one time in both."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(inputs.same_random_numbers())
+            stack.enter_context(same_random_numbers())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(cpu_half_ops())  # a GPU's rules of autocast
             model = self._model(policy, is_fused=self.fuse or "fuse" in changes)
@@ -346,12 +343,12 @@ class PlannedTraining:
                 if self.compiled:
                     called: Any = model.base_model if loss_function is _language_loss else model
                     stack.enter_context(compiled_graphs(called, live))
-                    inputs.call(loss_function, model, batch).backward()
+                    loss_of(loss_function, model, batch).backward()
                     model.zero_grad()
                 stack.enter_context(live)
                 for _ in range(2 if self.accumulate else 1):
                     before = live.now
-                    loss = inputs.call(loss_function, model, batch)
+                    loss = loss_of(loss_function, model, batch)
                     kept = live.now - before
                     loss.backward()
                     del loss
@@ -423,7 +420,7 @@ def _as_on_gpu() -> Iterator[None]:
 
 
 def _default_loss(model: nn.Module, batch: Any) -> Tensor:
-    output = inputs.output_of(model, batch)
+    output = output_of(model, batch)
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
     outputs = [each for each in pytree.tensors(output) if each.requires_grad]
@@ -431,7 +428,7 @@ def _default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _has_language_head(model: nn.Module, batch: Any) -> bool:
-    """Whether it is a causal language model of transformers, whose batch has labels."""
+    """Return whether `model` is a causal language model of transformers and has labels."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     has_labels = isinstance(batch, Mapping) and "labels" in batch
     return has_labels and isinstance(head, nn.Linear) and hasattr(model, "base_model")

@@ -1,7 +1,7 @@
-"""The meter: what half precision does to the weights and gradients of each tensor, step by step.
+"""The meter: counts of lost updates and gradient underflow for each tensor, step by step.
 
-A metered step is an ordinary one, with the same bits, that counts while it updates. What it counts
-goes to the host by itself; nothing waits until it is read.
+A metered step is an ordinary one, with the same bits, that counts while it updates. The counts go
+to the host in the background; only reading them synchronizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ampfuse._schema import METER_COUNTS, UPDATE_FACTOR
-from ampfuse.insight.reports import Finding, aligned, dtype_name
+from ampfuse.insight.reporting import Finding, aligned, dtype_name
 from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.torch_utils import HALF_DTYPES, Sample, is_captured
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TensorReading:
-    """One tensor in one metered step. In a skipped step, and of a tensor without a gradient, all
-    counts are 0.
+    """One tensor in one metered step. All counts are 0 if the step was skipped, or if the tensor
+    has no gradient.
 
     Attributes:
         step: the optimizer's, from 1 when the meter was made, skipped ones included.
@@ -145,19 +145,19 @@ class Meter:
         return None if is_captured(table.param(0)) else table.plan.new_meter(self._keeps_bits)
 
     def after_update(self, table: ParamTable, buffers: list[Tensor]) -> None:
-        """Have what the step left brought to the host."""
+        """Start copying the counts of the step to the host."""
         self._records.append(_Record(self._steps, table, buffers))
 
     # --- reading --------------------------------------------------------------------------------
 
     @property
     def readings(self) -> list[TensorReading]:
-        """The readings of all metered steps that are kept, in order; waits for the device."""
+        """The readings of all metered steps that are kept, in order. Synchronizes."""
         return [row for record in self._records for row in record.rows]
 
     @property
     def advice(self) -> list[Finding]:
-        """What the last metered steps say is wrong, with what to do; waits for the device."""
+        """The problems in the last metered steps, with suggestions. Synchronizes."""
         return _find(self.readings)
 
     def report(self) -> str:
@@ -165,7 +165,7 @@ class Meter:
         return _report(self.readings)
 
     def changed(self, parameter: str) -> Tensor:
-        """Which weights of `parameter` changed their bits in the last metered step.
+        """Find the weights of `parameter` that changed their bits in the last metered step.
 
         Returns:
             bool, of the parameter's shape, on its device.
@@ -183,7 +183,7 @@ class Meter:
 
 
 class _Record:
-    """What one metered step left."""
+    """The counts of one metered step."""
 
     def __init__(self, step: int, table: ParamTable, buffers: Sequence[Tensor]) -> None:
         self.step, self.table = step, table
@@ -230,13 +230,13 @@ class _Record:
         bits = self.changed_bits[first : first - (-param.numel() // chunk)].flatten()
         places = torch.arange(8, dtype=torch.uint8, device=bits.device)
         flat = (bits[:, None] >> places & 1).flatten()[: param.numel()].bool()
-        # In memory order, which the parameter's strides tell.
+        # The bits are in memory order, so the mask has the parameter's strides.
         return torch.empty_like(param, dtype=torch.bool).set_(
             flat.untyped_storage(), 0, param.shape, param.stride()
         )
 
 
-# --- what readings say ----------------------------------------------------------------------------
+# --- findings -------------------------------------------------------------------------------------
 
 # Problems: the kind, when a tensor has it, what is said, and what helps. The first one counts.
 # fmt: off
@@ -250,8 +250,8 @@ _RULES: tuple[tuple[str, Callable[[TensorReading], bool], str, str], ...] = (
     ("zero gradient", lambda row: row.zero == row.elements, "every element zero",
      "either nothing in the loss depends on the weight, or everything was below the smallest "
      "number of the gradient's type: then a larger loss scale or BF16 (levels O4, O5) helps."),
-    # In float16 a normal distribution has 5 % there when its deviation is 16 times the smallest
-    # normal number.
+    # 5 % of a normal distribution are subnormal in float16 if its deviation is 16 times the
+    # smallest normal number.
     ("underflow", lambda row: row.subnormal_share >= 0.05,
      "{row.subnormal_share:.0%} of the gradient subnormal and {zero:.0%} zero",
      "subnormal gradients lose digits. Use a dynamic loss scale, a larger one "
@@ -280,7 +280,7 @@ def _find(readings: Iterable[TensorReading]) -> list[Finding]:
     return found
 
 
-def _in_words(findings: Sequence[Finding]) -> str:
+def _as_text(findings: Sequence[Finding]) -> str:
     """Each kind with its suggestion, once, and below it where it was found; and how tensors without
     names get some."""
     kinds: dict[tuple[str, str], dict[str, list[str]]] = {}
@@ -311,5 +311,5 @@ def _report(readings: Sequence[TensorReading]) -> str:
             shares = (f"{x:.2%}" if row.elements else "-" for x in row.shares().values())
             ratio = "-" if math.isnan(row.update_ratio) else f"{row.update_ratio:.1e}"
             lines.append((row.parameter, f"{row.elements:,}", kind, *shares, ratio))
-    said = _in_words(_find(readings)) or "No problem found."
+    said = _as_text(_find(readings)) or "No problem found."
     return "\n".join([f"Step {steps[-1]}", *aligned(lines, left=(0, 2)), "", said])

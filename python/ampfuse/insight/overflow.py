@@ -28,7 +28,7 @@ def explain_overflow(
     *,
     after: int | None = None,
 ) -> OverflowWatch:
-    """Say which module and operation made the first inf or NaN of a training step.
+    """Find the module and the operation that made the first inf or NaN of a training step.
 
     Around any step, its forward pass, backward pass and update::
 
@@ -36,14 +36,15 @@ def explain_overflow(
             ...
         print(watch.explanation)  # an Explanation; None if all that matters was finite
 
-    With `after` it arms itself: after so many skipped steps in a row the next step is watched, from
-    its forward pass on, and the explanation is logged (logger "ampfuse.amp", WARNING). It tells
-    again when steps were applied in between. If that step, which runs uncompiled, is finite, and
-    as many compiled ones after it are skipped again, it is logged that only these overflow.
+    With `after` it arms itself: after that many skipped steps in a row the next step is watched,
+    from its forward pass on, and the explanation is logged (logger "ampfuse.amp", WARNING). It
+    reports again once steps were applied in between. If that step, which runs uncompiled, is
+    finite, and as many compiled ones after it are skipped again, it is logged that only these
+    overflow.
 
-    A watched step runs every operation as always and gives the same bits, but waits for the device
-    after each of them. What ``torch.compile`` compiled runs uncompiled in it. An armed watch adds
-    nothing to a step but a count of skipped steps on the device, without waiting for it.
+    A watched step runs every operation as always and gives the same bits, but synchronizes with
+    the device after each of them. Compiled code runs uncompiled in it. An armed watch adds nothing
+    to a step but a count of skipped steps on the device, without synchronization.
 
     Arguments:
         model: a module, whatever it is wrapped in. Names are those of its ``named_modules()``.
@@ -66,7 +67,7 @@ def explain_overflow(
 
 
 class OverflowWatch:
-    """What :func:`explain_overflow` returns.
+    """The result of :func:`explain_overflow`.
 
     Attributes:
         explanation: of the latest watched step; None if there was none, or all was finite.
@@ -169,7 +170,7 @@ class OverflowWatch:
     def _end_if_failed(self, *_: Any) -> None:
         if sys.exc_info()[0] is not None and self._tracker is not None:
             self.__exit__()
-            self._skips.told = False
+            self._skips.has_reported = False
 
 
 _ONLY_COMPILED = (
@@ -182,13 +183,13 @@ _ONLY_COMPILED = (
 
 
 def _has_compiled() -> bool:
-    """Whether torch.compile has made code that ran in this process."""
+    """Return whether code that torch.compile made has run in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return dynamo is not None and dynamo.utils.counters["frames"]["ok"] > 0
 
 
 class _SkipsInARow:
-    """Counts skipped steps in a row, on the device, without waiting for the count.
+    """Counts skipped steps in a row, on the device, without synchronization.
 
     `since_eager` says that the count began after a finite step that ran uncompiled.
     """
@@ -197,13 +198,13 @@ class _SkipsInARow:
         self.after, self.since_eager = after, since_eager
         self.count = 0  # as far as it is known here
         self.are_all = False  # of the steps since it began
-        self.told = False
+        self.has_reported = False
         self._steps = self._sampled_at = 0
         self._on_device: Tensor | None = None
         self._sample: Sample | None = None
 
     def are_enough(self, skipped: Tensor) -> bool:
-        """After a step: whether so many were `skipped` for a non-finite gradient (1), once."""
+        """Count a step, and return True once when `after` in a row were `skipped` for overflow."""
         if is_captured(skipped):
             return False
         self._steps += 1
@@ -215,6 +216,6 @@ class _SkipsInARow:
             return False
         self.count, self._sample = int(self._sample.values()[0]), None
         self.are_all = self.count == self._sampled_at
-        is_new = self.count >= self.after and not self.told
-        self.told = self.count >= self.after
+        is_new = self.count >= self.after and not self.has_reported
+        self.has_reported = self.count >= self.after
         return is_new

@@ -3,7 +3,8 @@
 Every operation that torch dispatches is looked at, forward and backward (autograd carries a
 dispatch mode to its own threads). A non-finite result of finite inputs is an *origin*; one of
 non-finite inputs inherits theirs. An origin matters if it reaches a loss or the gradient of a
-parameter: a mask of -inf that a softmax turns into zeros does not. Each look waits for the device.
+parameter: a mask of -inf that a softmax turns into zeros does not. Each look synchronizes with the
+device.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _INTERNAL = (
     *(os.path.join(_OURS, part) for part in ("amp", "compat", "insight", "nn", "optim")),
 )
 _FUNCTIONAL = (os.path.join(_TORCH, "nn", "functional.py"), os.path.join(_TORCH, "functional.py"))
-_USUAL_NAMES = {
+_PUBLIC_NAMES = {
     **{"to_copy": "to", "copy": "to", "addmm": "linear", "mm": "matmul", "bmm": "matmul"},
     **{"convolution": "conv", "native_layer_norm": "layer_norm"},
 }
@@ -54,13 +55,55 @@ _UNSEEN = "an operation that torch does not show"
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_"})
 
 
-class _Place(NamedTuple):
-    """Where an operation was called."""
+class _CallSite(NamedTuple):
+    """The module and the line that called an operation."""
 
     module: str | None = None
     module_type: str | None = None
     operation: str = ""
     frame: tuple[str, int] | None = None
+
+
+class Origins:
+    """The origins of inf and NaN that were found, by number, and in which memory they are."""
+
+    def __init__(self) -> None:
+        self._found: list[Explanation] = []
+        self._meant: set[int] = set()  # of a -inf that was asked for, as in masks
+        self._in_memory: dict[int, int] = {}  # by address
+        self.in_outputs: set[int] = set()  # of the model
+        self.that_matter: set[int] = set()  # in a loss, a gradient of a parameter, or statistics
+
+    def add(self, origin: Explanation, tensor: Tensor, *, meant: bool = False) -> int:
+        """Note an origin in the memory of `tensor`; return its number."""
+        number = len(self._found)
+        self._found.append(origin)
+        self.put(tensor, number)
+        if meant and origin.kind == "-inf":
+            self._meant.add(number)
+        return number
+
+    def put(self, tensor: Tensor, number: int) -> None:
+        """Note that the memory of `tensor` has values of that origin."""
+        self._in_memory[_address(tensor)] = number
+
+    def of(self, tensor: Tensor) -> int | None:
+        """The origin in the memory of `tensor`, if one was noted."""
+        return self._in_memory.get(_address(tensor))
+
+    def clear(self, tensor: Tensor) -> None:
+        """The memory of `tensor` holds finite values now."""
+        self._in_memory.pop(_address(tensor), None)
+
+    def inherited(self, numbers: set[int], kind: str) -> int | None:
+        """The origin of a result of `kind`, from those of its operands; None: the result is one."""
+        real = numbers - self._meant
+        # A NaN that comes of a mask has its origin here.
+        return min(real or numbers) if real or (numbers and kind != "nan") else None
+
+    def first(self, numbers: set[int]) -> Explanation | None:
+        """The first of these that was not asked for, if there is one."""
+        return self._found[min(numbers - self._meant or numbers)] if numbers else None
 
 
 class Tracker(TorchDispatchMode):
@@ -76,16 +119,12 @@ class Tracker(TorchDispatchMode):
         self.scale_is_tensor = False
         self._names = {id(module): name for name, module in self.model.named_modules()}
         self._stack: list[nn.Module] = []
-        self._origins: list[Explanation] = []
-        self._meant: set[int] = set()  # origins of a -inf that was asked for, as masks are
-        self._reached: set[int] = set()  # origins that matter
-        self._outputs: set[int] = set()  # origins in what the model returned
-        # By address of the memory: the origin in it; parameters and buffers; outputs of modules.
-        self._by_storage: dict[int, int] = {}
+        self._origins = Origins()
+        # Parameters and buffers, and outputs of modules, by address of the memory.
         self._state: dict[int, tuple[nn.Module, str]] = {}
         self._made_by: dict[int, nn.Module] = {}
         self._parameters: list[tuple[nn.Module, str, Tensor, int]] = []  # and their versions
-        self._forward_of: dict[int, _Place] = {}  # by the sequence number of an autograd node
+        self._forward_of: dict[int, _CallSite] = {}  # by the sequence number of an autograd node
         self._saw_backward = False
         self._has_ended = False
         self._undo = contextlib.ExitStack()
@@ -123,9 +162,9 @@ class Tracker(TorchDispatchMode):
 
     def explanation(self) -> Explanation | None:
         """The first origin that mattered; None if all that matters was finite."""
-        reached = self._reached or (set() if self._saw_backward else self._outputs)
-        reached = reached or self._in_parameters()
-        return self._origins[min(reached - self._meant or reached)] if reached else None
+        origins = self._origins
+        reached = origins.that_matter or (set() if self._saw_backward else origins.in_outputs)
+        return origins.first(reached or self._in_parameters())
 
     def _in_parameters(self) -> set[int]:
         for module, name, parameter, version in self._parameters:
@@ -140,7 +179,7 @@ class Tracker(TorchDispatchMode):
         if self._is_outermost():
             for name, tensor in _named(module, args, kwargs):
                 kind = _kind(tensor)
-                if kind is not None and _address(tensor) not in self._by_storage:
+                if kind is not None and self._origins.of(tensor) is None:
                     what = f"{name}, first in batch element {_first_bad(tensor)}"
                     place = self._place_of(module, "forward")
                     self._add("data", place, tensor, kind, what, meant=True)
@@ -152,28 +191,29 @@ class Tracker(TorchDispatchMode):
         for tensor in filter(_is_readable, pytree.tensors(output)):
             self._made_by.setdefault(_address(tensor), module)  # the innermost one made it
             if self._is_outermost() and (kind := _kind(tensor)) is not None:
-                self._outputs.add(self._origin_in(tensor, self._place_of(module), kind))
+                origin = self._origin_in(tensor, self._place_of(module), kind)
+                self._origins.in_outputs.add(origin)
         self._look_at_statistics(module, "forward")
 
     def _is_outermost(self) -> bool:
         return not self._stack and torch._C._current_graph_task_id() == -1
 
     def _look_at_statistics(self, module: nn.Module, phase: str) -> None:
-        """At the running statistics of batch norms, which no operation has among its results."""
+        """Look at running statistics of batch norms, which no operation has among its results."""
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             for name, buffer in module.named_buffers(recurse=False):
                 if (kind := _kind(buffer)) is not None:
-                    origin = self._by_storage.get(_address(buffer))
+                    origin = self._origins.of(buffer)
                     if origin is None:
                         place = self._place_of(module, "batch_norm")
                         origin = self._add(phase, place, buffer, kind, name)
-                    self._reached.add(origin)
+                    self._origins.that_matter.add(origin)
 
-    def _place_of(self, module: nn.Module | None, operation: str = "") -> _Place:
+    def _place_of(self, module: nn.Module | None, operation: str = "") -> _CallSite:
         if module is None:
-            return _Place(operation=operation)
+            return _CallSite(operation=operation)
         name = self._names.get(id(module), "a copy of a module")
-        return _Place(name, type(module).__name__, operation)
+        return _CallSite(name, type(module).__name__, operation)
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -186,17 +226,19 @@ class Tracker(TorchDispatchMode):
         self._saw_backward = True
         if (kind := _kind(gradient)) is not None:
             place, what = self._place_of(module, _UNSEEN), f"gradient of {name}"
-            self._reached.add(self._origin_in(gradient, place, kind, "backward", what))
+            origin = self._origin_in(gradient, place, kind, "backward", what)
+            self._origins.that_matter.add(origin)
 
     def _after_backward(self) -> None:
-        """Gradients that were finite here, and are not after the reduction, are the others'."""
-        if self._reached:
+        """Blame other processes for gradients that are not finite only after the reduction."""
+        if self._origins.that_matter:
             return
         for module, name, parameter, _ in self._parameters:
             gradient = gradient_as_it_is(parameter)
             if gradient is not None and (kind := _kind(gradient)) is not None:
                 place, what = self._place_of(module, "all_reduce"), f"the gradient of {name}"
-                self._reached.add(self._add("another process", place, gradient, kind, what))
+                origin = self._add("another process", place, gradient, kind, what)
+                self._origins.that_matter.add(origin)
                 return
 
     # --- operations -------------------------------------------------------------------------------
@@ -223,19 +265,19 @@ class Tracker(TorchDispatchMode):
                 if origin is None:
                     phase = "backward" if backward else "forward"
                     origin = self._new(phase, place, tensor, kind, func, before, index)
-                self._by_storage[_address(tensor)] = origin
+                self._origins.put(tensor, origin)
                 is_loss = tensor.dim() == 0 and any(t.requires_grad for t in pytree.tensors(before))
                 if is_loss and not backward and torch.is_grad_enabled():
-                    self._reached.add(origin)
+                    self._origins.that_matter.add(origin)
             elif not writes:
-                self._by_storage.pop(_address(tensor), None)
+                self._origins.clear(tensor)
             self._made_by.pop(_address(tensor), None)
         if name == "aten::mul" and not backward and not self._stack:
             self._note_scale(*args[:2])
         return out
 
     def _as_before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments with copies of what the operation is about to write to."""
+        """The arguments, with copies of the tensors that the operation is about to write to."""
         overwrites = func._schema.name.rpartition("::")[2] in _OVERWRITES
         names = [argument.name for argument in func._schema.arguments]
         named = dict(zip(names, args, strict=False)) | kwargs
@@ -246,8 +288,8 @@ class Tracker(TorchDispatchMode):
             copy = item.detach().clone()
             if is_unread:
                 return copy.zero_()
-            if (origin := self._by_storage.get(_address(item))) is not None:
-                self._by_storage[_address(copy)] = origin
+            if (origin := self._origins.of(item)) is not None:
+                self._origins.put(copy, origin)
             return copy
 
         for argument in func._schema.arguments:
@@ -263,44 +305,42 @@ class Tracker(TorchDispatchMode):
         if differentiable and not (is_tensor and (by.dim() > 0 or by.requires_grad)):
             self.scale, self.scale_is_tensor = float(by), is_tensor
 
-    def _forward_place(self, func: Any) -> _Place:
+    def _forward_place(self, func: Any) -> _CallSite:
         frame, function = callers()
         if function is None:
             name = func._schema.name.rpartition("::")[2].strip("_")
-            function = _USUAL_NAMES.get(name, name)
+            function = _PUBLIC_NAMES.get(name, name)
         module = self._stack[-1] if self._stack else None
         place = self._place_of(module, function)._replace(frame=frame)
         # An autograd node takes its number, the one before the next, before its operation runs.
         self._forward_of.setdefault(torch.autograd._get_sequence_nr() - 1, place)
         return place
 
-    def _backward_place(self) -> _Place:
+    def _backward_place(self) -> _CallSite:
         node: Any = torch._C._current_autograd_node()
         name = "AccumulateGrad" if node is None else node.name()
         if name.endswith("AccumulateGrad"):
-            return _Place(operation="accumulating gradients")
-        place = self._forward_of.get(node._sequence_nr(), _Place())
+            return _CallSite(operation="accumulating gradients")
+        place = self._forward_of.get(node._sequence_nr(), _CallSite())
         if isinstance(node, torch._C._FunctionBase) or not place.operation:
             place = place._replace(operation=re.sub(r"Backward\d*$", "", name))
         return place
 
     # --- origins ----------------------------------------------------------------------------------
 
-    def _inherited(self, before: Any, place: _Place, kind: str) -> int | None:
+    def _inherited(self, before: Any, place: _CallSite, kind: str) -> int | None:
         """The origin that a result of `kind` has from its operation's arguments; None: its own."""
         tensors = [(tensor, _kind(tensor)) for tensor in pytree.tensors(before)]
         origins = {self._origin_in(tensor, place, bad) for tensor, bad in tensors if bad}
-        real = origins - self._meant
-        # A NaN that comes of a mask has its origin here.
-        return min(real or origins) if real or (origins and kind != "nan") else None
+        return self._origins.inherited(origins, kind)
 
     def _origin_in(
-        self, tensor: Tensor, place: _Place, kind: str, phase: str = "data", what: str = ""
+        self, tensor: Tensor, place: _CallSite, kind: str, phase: str = "data", what: str = ""
     ) -> int:
-        """That of a non-finite `tensor`; if it was not seen, what is known of its memory."""
+        """The origin in a non-finite `tensor`; a new one if none was seen in its memory."""
         address = _address(tensor)
-        if address in self._by_storage:
-            return self._by_storage[address]
+        if (known := self._origins.of(tensor)) is not None:
+            return known
         may_be_meant = True
         if address in self._state:
             owner, what = self._state[address]
@@ -312,7 +352,14 @@ class Tracker(TorchDispatchMode):
         return self._add(phase, place, tensor, kind, what, meant=may_be_meant)
 
     def _new(
-        self, phase: str, place: _Place, tensor: Tensor, kind: str, func: Any, before: Any, at: int
+        self,
+        phase: str,
+        place: _CallSite,
+        tensor: Tensor,
+        kind: str,
+        func: Any,
+        before: Any,
+        at: int,
     ) -> int:
         """The origin in result number `at` of `func`."""
         numbers = [item for item in tree_leaves(before) if isinstance(item, float)]
@@ -328,7 +375,7 @@ class Tracker(TorchDispatchMode):
     def _add(
         self,
         phase: str,
-        place: _Place,
+        place: _CallSite,
         tensor: Tensor,
         kind: str,
         what: str,
@@ -341,11 +388,7 @@ class Tracker(TorchDispatchMode):
             known["line"] = f"{place.frame[0]}:{place.frame[1]}: {text}"
         known |= {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": str(tensor.device)}
         origin = Explanation(phase, *place[:3], what, kind, **known)
-        self._origins.append(origin)
-        index = self._by_storage[_address(tensor)] = len(self._origins) - 1
-        if meant and kind == "-inf":
-            self._meant.add(index)
-        return index
+        return self._origins.add(origin, tensor, meant=meant)
 
 
 def _bare(model: nn.Module) -> nn.Module:
@@ -387,7 +430,7 @@ def _first_bad(tensor: Tensor) -> int:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Whether the numbers in `tensor` can be looked at."""
+    """Return whether the numbers in `tensor` can be read."""
     ordinary = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
     return ordinary and tensor.is_floating_point() and tensor.numel() > 0 and not tensor.is_meta
 

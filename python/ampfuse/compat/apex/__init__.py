@@ -16,7 +16,7 @@ from ampfuse.compat.apex.installing import install, installed_apex, uninstall
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """What apex warned with in its last years; kept for the filters that name it."""
+    """The warning category of apex's last years; kept for the filters that name it."""
 
 
 def deprecated_warning(msg: str) -> None:

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     if not options.module and not os.path.exists(options.script):
         parser.error(f"no such file: {options.script}")
 
-    # As python sets them, before looking for another apex: one may lie next to the script.
+    # Set as python sets them, before looking for another apex: one may lie next to the script.
     folder = os.path.dirname(os.path.abspath(options.script))
     sys.path[0] = os.getcwd() if options.module else folder
     sys.argv = [options.script, *options.args]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ampfuse import _core, ops
 from ampfuse.compat.apex.list_steps import *  # noqa: F403
-from ampfuse.compat.apex.tensor_lists import TensorLists, checked, rows, set_flag, without_integers
+from ampfuse.compat.apex.list_steps import TensorLists, checked, rows, set_flag, without_integers
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _HERE = "ampfuse.compat.apex"
-EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")  # what scripts import besides apex
+EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")  # imported by scripts, like apex
 # Modules of these names which lead here: on ``sys.path``, processes that are spawned find them.
 ON_PATH = Path(__file__).parent / "on_path"
 
@@ -35,7 +35,7 @@ class LeftOut(importlib.abc.MetaPathFinder):
             name = fullname.replace(_HERE, "apex", 1)
             known = (start for start in _INSTEAD if f"{name}.".startswith(f"{start}."))
             instead = _INSTEAD.get(max(known, key=len, default=""), "torch's own modules")
-            # By another name than the one that Python asked for: of that, it would say nothing.
+            # Under the name that Python asked for it would drop this message.
             raise ModuleNotFoundError(
                 f"ampfuse does not provide {name}: use {instead}; docs/from_apex.md lists "
                 "what replaces apex's names.",
@@ -47,7 +47,7 @@ LEFT_OUT = LeftOut()
 
 
 def installed_apex() -> str | None:
-    """Where another package called apex is, imported or importable; None if there is none."""
+    """Find another package called apex, imported or importable; None if there is none."""
     try:
         spec = importlib.util.find_spec("apex")
     except ValueError:  # a module without one
@@ -77,7 +77,7 @@ def install() -> ModuleType:
 
 
 def take_names() -> ModuleType:
-    """What :func:`install` does, without a word of another apex."""
+    """Do what :func:`install` does, without looking for another apex."""
     package = importlib.import_module(_HERE)
     sys.modules.update(_modules())
     torch.serialization.add_safe_globals(_old_pickles())

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from itertools import compress
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ampfuse import _core, ops
 from ampfuse._schema import ALGORITHMS
-from ampfuse.compat.apex.signatures import takes
-from ampfuse.compat.apex.tensor_lists import checked, set_flag, typed_rows
+from ampfuse.torch_utils import FLOAT_DTYPES, HALF_DTYPES
 
+TensorLists = Sequence[Sequence[Tensor]]
+_FORMATS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 Lists = dict[str, list[Tensor]]
 Numbers = dict[str, Any]
 
@@ -32,20 +33,26 @@ _LAMB = (
 )
 
 
-def _takes(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
-    """Make ``f(noop_flag, lists, numbers)`` an operation of ``amp_C``.
+def _operation(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
+    """Make ``f(noop_flag, lists, numbers)`` an operation of ``amp_C``, whose arguments lack names.
 
-    `numbers` follow the lists of tensors in a call; those ``per_tensor`` are tensors of as many
-    elements. `lists` are gradients, parameters, half weights that receive these (models), a place
-    for updates, and the states of the algorithm, each with its type as :func:`typed_rows` reads it.
-    A second text is for calls with one list more.
+    A call is ``f(chunk_size, noop_flag, tensor_lists, *values)``. `numbers` are the names of the
+    values; those ``per_tensor`` are tensors of as many elements. `lists` has the names and types of
+    the lists, as :func:`typed_rows` reads them: gradients, parameters, half weights that receive
+    these (models), a place for updates, and the states of the algorithm. A second text is for calls
+    with one list more.
     """
+    names = numbers.split()
 
     def decorate(run: Callable[[Tensor, Lists, Numbers], None]) -> Callable[..., None]:
-        @takes(f"noop_flag tensor_lists {numbers}", first="chunk_size")
         @functools.wraps(run)
-        def operation(chunk_size: int, given: Numbers) -> None:
-            noop_flag, tensor_lists = given.pop("noop_flag"), given.pop("tensor_lists")
+        def operation(_: int, noop_flag: Tensor, tensor_lists: TensorLists, *values: Any) -> None:
+            if len(values) == len(names) - 1 and names[-1] == "use_nvlamb":
+                values = (*values, False)
+            if len(values) != len(names):
+                found = f"got {len(values)} values after the lists of tensors"
+                raise TypeError(f"{run.__name__}: {found}; it takes {', '.join(names)}.")
+            given = dict(zip(names, values, strict=True))
             typed, length = typed_rows(run.__name__, tensor_lists, *lists), len(tensor_lists[0])
             for name, value in given.items():
                 if name.startswith("per_tensor") and value.numel() != length:
@@ -58,7 +65,7 @@ def _takes(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
     return decorate
 
 
-@_takes(
+@_operation(
     "weight_decay momentum dampening lr nesterov first_run wd_after_momentum scale",
     "grads:a params:a momentum_buffer:a",
     "grads:a params:F momentum_buffer:F models:H",
@@ -89,13 +96,13 @@ def multi_tensor_sgd(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     torch._foreach_add_(params, rounded)
 
 
-@_takes(_ADAM, _MOMENTS)
+@_operation(_ADAM, _MOMENTS)
 def multi_tensor_adam(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """Adam on (gradients, parameters, exp_avg, exp_avg_sq); the last two are float32."""
     _step("adam", lists, given)
 
 
-@_takes(f"{_ADAM} inv_scale", _MOMENTS)
+@_operation(f"{_ADAM} inv_scale", _MOMENTS)
 def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """:func:`multi_tensor_adam` with `lr`, `step` and `inv_scale` on the device.
 
@@ -107,19 +114,19 @@ def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, given: Numbers
     checked(ops.unscale, grads, grads, torch.where(stop > 0, torch.ones_like(inverse), inverse))
 
 
-@_takes(f"{_ADAM} inv_scale", "grads:a models:b exp_avg:F exp_avg_sq:F params:F")
+@_operation(f"{_ADAM} inv_scale", "grads:a models:b exp_avg:F exp_avg_sq:F params:F")
 def multi_tensor_adam_capturable_master(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
-    """... on float32 masters, the fifth list; the parameters become what these round to."""
+    """The same on float32 masters, the fifth list; the parameters become what these round to."""
     inspect.unwrap(multi_tensor_adam_capturable)(noop_flag, lists, given)
 
 
-@_takes("lr eps mode weight_decay", "grads:a params:a sum:a")
+@_operation("lr eps mode weight_decay", "grads:a params:a sum:a")
 def multi_tensor_adagrad(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """Adagrad on (gradients, parameters, sums of squares)."""
     _step("adagrad", lists, given)
 
 
-@_takes(
+@_operation(
     "grad_norms lr beta1 beta2 eps step bias_correction weight_decay grad_averaging mode norm_type",
     "grads:a params:a exp_avg:a",
 )
@@ -138,7 +145,7 @@ def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, given: Numbers) -> No
     _norms(noop_flag, lists["grads"])
 
 
-@_takes(f"{_LAMB} use_nvlamb=False", "grads:a params:a exp_avg:a exp_avg_sq:a")
+@_operation(f"{_LAMB} use_nvlamb", "grads:a params:a exp_avg:a exp_avg_sq:a")
 def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """LAMB on (gradients, parameters, exp_avg, exp_avg_sq); leaves the update in the gradients.
 
@@ -148,7 +155,7 @@ def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     _lamb(noop_flag, lists, given, stops=False)
 
 
-@_takes(
+@_operation(
     f"{_LAMB} use_nvlamb found_inf inv_scale",
     "grads:a params:a exp_avg:a exp_avg_sq:a",
     "grads:a params:F exp_avg:F exp_avg_sq:F models:b",
@@ -163,25 +170,28 @@ def multi_tensor_lamb_mp(noop_flag: Tensor, lists: Lists, given: Numbers) -> Non
     _lamb(noop_flag, lists, given, stops=True)
 
 
-@_takes(
+@_operation(
     "per_tensor_decay step beta1 beta2 eps global_grad_norm max_grad_norm",
     "grads:a params:b exp_avg:b exp_avg_sq:b updates:c",
 )
 def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
     """LAMB's update, on (gradients, parameters, exp_avg, exp_avg_sq, updates).
 
-    `step` counts the steps before this one. The host waits for the decays, which are decoupled.
+    `step` counts the steps before this one. Reading the decays, which are decoupled,
+    synchronizes with the device.
     """
     decays = given["per_tensor_decay"].tolist()
     given["step"] += 1
     for decay in dict.fromkeys(decays):  # a call of the kernel has one
         is_alike = [d == decay for d in decays]
-        alike = {name: list(compress(tensors, is_alike)) for name, tensors in lists.items()}
+        alike = {
+            name: list(itertools.compress(tensors, is_alike)) for name, tensors in lists.items()
+        }
         _step("lamb_update", alike, given | {"weight_decay": decay}, loss_scale=_clip(given, lists))
 
 
-@_takes(
-    "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb=False",
+@_operation(
+    "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb",
     "params:a grads:b",
 )
 def multi_tensor_lamb_stage2_cuda(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
@@ -213,7 +223,7 @@ def _step(
 ) -> None:
     """The kernels' step, on gradients divided by `loss_scale`; the first if no step is given."""
     params, roles = lists["params"], ("grads", "params", "models", "updates")
-    # As a parameter group has them.
+    # The options as a parameter group has them.
     group = {"decoupled_weight_decay": given.get("mode", 1), **given}
     if "beta1" in given:
         group["betas"] = given["beta1"], given["beta2"]
@@ -239,7 +249,7 @@ def _step(
 
 
 def _floats(value: Tensor | float, lists: Lists) -> Tensor:
-    """As float32 of one dimension, where the tensors are."""
+    """`value` as float32 of one dimension, on the device of the tensors."""
     device = lists["params"][0].device
     return torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(-1)
 
@@ -252,7 +262,7 @@ def _norms(noop_flag: Tensor, tensors: list[Tensor]) -> Tensor:
 
 
 def _clip(given: Numbers, lists: Lists) -> Tensor:
-    """What divides the gradients. A largest norm of 0 is no exception: they become zero."""
+    """The divisor of the gradients. A `max_grad_norm` of 0 is not special: they become zero."""
     norm, largest = (_floats(given[name], lists) for name in ("global_grad_norm", "max_grad_norm"))
     return torch.where(norm > largest, norm / largest, torch.ones_like(norm))
 
@@ -264,6 +274,88 @@ def _lamb_rates(given: Numbers, lists: Lists, param_norms: Tensor, update_norms:
     if given["use_nvlamb"] or given["weight_decay"] != 0:
         ratios = torch.where((norms != 0) & (updates != 0), norms / updates, ratios)
     return _floats(given["lr"], lists) * ratios
+
+
+# --- lists of tensors, and the flag ---------------------------------------------------------------
+
+
+def rows(name: str, lists: TensorLists, depth: int) -> list[list[Tensor]]:
+    """The lists, each tensor as a flat view of its memory; kernels check devices and sizes.
+
+    Shapes in a row may differ, but not orders of memory that would pair other elements.
+    """
+    if len(lists) != depth:
+        raise RuntimeError(f"{name} takes {depth} list(s) of tensors, got {len(lists)}.")
+    if not lists[0]:
+        raise RuntimeError(f"{name}: the first list is empty.")
+    for k, tensors in enumerate(lists):
+        if (count := len(tensors)) != len(lists[0]):
+            raise RuntimeError(f"{name}: list 0 has {len(lists[0])} tensors, list {k} has {count}.")
+        for i, (first, tensor) in enumerate(zip(lists[0], tensors, strict=True)):
+            if not any(tensor.is_contiguous(memory_format=each) for each in _FORMATS):
+                where = f"{name}: tensor {i} of list {k}"
+                raise RuntimeError(f"{where} is neither contiguous nor channels-last.")
+            if tensor.shape == first.shape and not _same_order(tensor, first):
+                raise RuntimeError(
+                    f"{name}: tensor {i} has strides {first.stride()} in list 0 and "
+                    f"{tensor.stride()} in list {k}: their elements would be paired wrongly. Make "
+                    "both contiguous, or both channels-last."
+                )
+    return [[t.detach().as_strided((t.numel(),), (1,)) for t in tensors] for tensors in lists]
+
+
+def without_integers(run: Callable[..., Any], *lists: list[Tensor]) -> list[list[Tensor]]:
+    """`run` on each row that holds integers, which no kernel takes; the lists of other rows."""
+    table = list(zip(*lists, strict=True))
+    is_integer = [any(not t.is_floating_point() for t in row) for row in table]
+    with torch.no_grad():
+        for row in itertools.compress(table, is_integer):
+            run(*row)
+    return [[t for t, i in zip(each, is_integer, strict=True) if not i] for each in lists]
+
+
+def typed_rows(name: str, lists: TensorLists, *kinds: str) -> dict[str, list[Tensor]]:
+    """The rows of `lists` by the names, and of the types, of one of `kinds`.
+
+    A kind is ``"grads:a params:F ..."``, a name and a type for each list: F float32, H a half type,
+    other letters any of them, the same letter in a row the same type.
+    """
+    texts = [kind.split() for kind in kinds]
+    text = next((t for t in texts if len(t) == len(lists)), texts[0])
+    found = rows(name, lists, len(text))
+    names, letters = zip(*(item.split(":") for item in text), strict=True)
+    for i, row in enumerate(zip(*found, strict=True)):
+        known = {"F": (torch.float32,), "H": HALF_DTYPES}
+        for k, (letter, tensor) in enumerate(zip(letters, row, strict=True)):
+            allowed = known.get(letter, FLOAT_DTYPES)
+            if tensor.dtype not in allowed:
+                raise RuntimeError(
+                    f"{name}: tensor {i} of list {k} is {tensor.dtype}; it must be "
+                    f"{' or '.join(map(str, allowed))}, as list 0 has {row[0].dtype} there."
+                )
+            known.setdefault(letter, (tensor.dtype,))
+    return dict(zip(names, found, strict=True))
+
+
+def _same_order(a: Tensor, b: Tensor) -> bool:
+    """Strides agree wherever a dimension has more than one element."""
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return a.numel() == 0 or all(x == y for size, x, y in strides if size > 1)
+
+
+def set_flag(noop_flag: Tensor, found: Tensor) -> None:
+    """Set `noop_flag` where `found` is positive; it is never cleared."""
+    seen = (found > 0).to(device=noop_flag.device, dtype=noop_flag.dtype)
+    with torch.no_grad():
+        torch.maximum(noop_flag, seen.expand_as(noop_flag), out=noop_flag)
+
+
+def checked(operation: Callable[..., Any], *args: Any) -> Any:
+    """`operation`, with amp_C's type of error."""
+    try:
+        return operation(*args)
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(str(error)) from error
 
 
 __all__ = sorted(name for name in globals() if name.startswith("multi_tensor_"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# By apex's numbers.
+# In the order of apex's numbers.
 _ACTIVATIONS: dict[str, Any] = {"none": nn.Identity(), "relu": nn.ReLU(), "sigmoid": nn.Sigmoid()}
 
 

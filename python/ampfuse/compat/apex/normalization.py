@@ -11,31 +11,48 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ampfuse.compat.apex.signatures import takes
 from ampfuse.nn import layer_norm, rms_norm
 
 
-def _norm(norm: Any, mixed: bool, input: Tensor, shape: Any, eps: Any, *params: Tensor) -> Tensor:
-    if not mixed or params[0].dtype == input.dtype:
+def _mixed(
+    norm: Callable[..., Tensor], input: Tensor, shape: Any, eps: Any, *params: Tensor
+) -> Tensor:
+    """`norm`, with a result of the weights' type."""
+    if params[0].dtype == input.dtype:
         return norm(input, shape, *params, eps=eps)
     return norm(input.float(), shape, *params, eps=eps).to(params[0].dtype)
 
 
-def _function(norm: Callable[..., Tensor], params: str = "", mixed: bool = False) -> Any:
-    @takes(f"{params} normalized_shape eps=1e-6", first="input")
-    def normalize(input: Tensor, given: dict[str, Any]) -> Tensor:
-        weights = [given[name] for name in params.split()]
-        return _norm(norm, mixed, input, given["normalized_shape"], given["eps"], *weights)
-
-    return normalize
+def fused_layer_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) -> Tensor:
+    return layer_norm(input, normalized_shape, eps=eps)
 
 
-fused_layer_norm = _function(layer_norm)
-fused_layer_norm_affine = _function(layer_norm, "weight bias")
-mixed_dtype_fused_layer_norm_affine = _function(layer_norm, "weight bias", mixed=True)
-fused_rms_norm = _function(rms_norm)
-fused_rms_norm_affine = _function(rms_norm, "weight")
-mixed_dtype_fused_rms_norm_affine = _function(rms_norm, "weight", mixed=True)
+def fused_layer_norm_affine(
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float = 1e-6
+) -> Tensor:
+    return layer_norm(input, normalized_shape, weight, bias, eps=eps)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float = 1e-6
+) -> Tensor:
+    return _mixed(layer_norm, input, normalized_shape, eps, weight, bias)
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) -> Tensor:
+    return rms_norm(input, normalized_shape, eps=eps)
+
+
+def fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6
+) -> Tensor:
+    return rms_norm(input, normalized_shape, weight, eps=eps)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6
+) -> Tensor:
+    return _mixed(rms_norm, input, normalized_shape, eps, weight)
 
 
 class _FusedNorm(nn.Module):
@@ -44,20 +61,26 @@ class _FusedNorm(nn.Module):
     _function: Callable[..., Tensor]
     _mixed = False
 
-    @takes("normalized_shape eps=1e-5 elementwise_affine=True memory_efficient=False")
-    def __init__(self, given: dict[str, Any]) -> None:
-        if self._mixed and not given["elementwise_affine"]:
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,  # without effect
+    ) -> None:
+        if self._mixed and not elementwise_affine:
             name = type(self).__name__
             raise RuntimeError(f"{name} has weights; to have none, use the class without Mixed.")
-        memory_efficient = given.pop("memory_efficient")  # accepted and without effect
-        super().__init__(**given)
+        super().__init__(normalized_shape, eps, elementwise_affine)
         self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self  # of torch's class, too
         params = [p for p in (layer.weight, getattr(layer, "bias", None)) if p is not None]
         shape, eps = layer.normalized_shape, layer.eps
-        return _norm(self._function, self._mixed, input, shape, eps, *params)
+        if self._mixed:
+            return _mixed(self._function, input, shape, eps, *params)
+        return self._function(input, shape, *params, eps=eps)
 
 
 class FusedLayerNorm(_FusedNorm, nn.LayerNorm):

@@ -18,12 +18,12 @@ from ampfuse.torch_utils import HALF_DTYPES
 
 
 class AmpState:
-    """What the latest ``initialize`` (or ``init``) set up."""
+    """The settings of the latest ``initialize`` (or ``init``)."""
 
-    # The level and overrides in force, and what turns O1's casts off and on. Not there before.
+    # The level and overrides in force, and the handle of O1's casts. Unset before the first call.
     opt_properties: Any
     handle: Any
-    # As given to initialize.
+    # The arguments of initialize.
     verbosity = 1
     min_loss_scale: float | None = None
     max_loss_scale = 2.0**24

@@ -14,11 +14,9 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp import state_dict as state_dict
 from ampfuse.amp.casts import Casts
 from ampfuse.amp.initialize import set_up, turn_off
-from ampfuse.compat.apex.amp import patches
 from ampfuse.compat.apex.amp._amp_state import _amp_state, add_stash, warn_or_err
-from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
+from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle, replace_functions
 from ampfuse.compat.apex.amp.scaler import LossScaler
-from ampfuse.compat.apex.signatures import takes
 
 
 class Properties(types.SimpleNamespace):
@@ -69,33 +67,38 @@ def _overridden(level: policies.Policy, overrides: dict[str, Any]) -> policies.P
     return dataclasses.replace(level, **fields)
 
 
-@takes(
-    "optimizers=None enabled=True opt_level='O1' cast_model_type=None patch_torch_functions=None "
-    "keep_batchnorm_fp32=None master_weights=None loss_scale=None cast_model_outputs=None "
-    "num_losses=1 verbosity=1 min_loss_scale=None max_loss_scale=16777216.0 * "
-    "patch_torch_functions_type=None",
-    first="models",
-)
-def initialize(models: Any, given: dict[str, Any]) -> Any:
+def initialize(
+    models: Any, optimizers: Any = None, enabled: bool = True, opt_level: str = "O1",
+    cast_model_type: Any = None, patch_torch_functions: Any = None, keep_batchnorm_fp32: Any = None,
+    master_weights: Any = None, loss_scale: Any = None, cast_model_outputs: Any = None,
+    num_losses: int = 1, verbosity: int = 1, min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24, *, patch_torch_functions_type: Any = None,
+) -> Any:  # fmt: skip
     """:func:`ampfuse.amp.initialize` with apex's arguments, by position too.
 
     At O1 and O4 autocast stays on outside ``forward`` too, see
-    :func:`ampfuse.amp.cast_everywhere`. With ``verbosity=1`` each overflow is printed, in apex's
-    words. Errors are ampfuse's; an ``FP16_Optimizer`` is a RuntimeError too. For contradictory
+    :func:`ampfuse.amp.cast_everywhere`. With ``verbosity=1`` each overflow prints apex's line.
+    Errors are ampfuse's; an ``FP16_Optimizer`` is a RuntimeError too. For contradictory
     options they are warnings if ``_amp_state.hard_override`` is set.
 
     Source: ``apex.amp.initialize``; O4 and O5 from ROCm/apex.
     """
-    optimizers, properties = given["optimizers"], Properties()
-    _amp_state.opt_properties = properties
-    _amp_state.verbosity = verbosity = given["verbosity"]
-    if not given["enabled"]:
+    properties = _amp_state.opt_properties = Properties()
+    _amp_state.verbosity = verbosity
+    if not enabled:
         _amp_state.handle = NoOpHandle()
         return turn_off(models, optimizers, sessions.Session(policy=None, verbosity=verbosity))
 
-    level = policies.make_policy(given["opt_level"], cast_model_outputs=given["cast_model_outputs"])
-    options = [name for name in properties.options if name not in ("enabled", "opt_level")]
-    policy = _overridden(level, {n: given[n] for n in options if given[n] is not None})
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "patch_torch_functions_type": patch_torch_functions_type,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
+    level = policies.make_policy(opt_level, cast_model_outputs=cast_model_outputs)
+    policy = _overridden(level, {n: value for n, value in overrides.items() if value is not None})
     _filled(properties, policy)
     from ampfuse.compat.apex.fp16_utils import FP16_Optimizer  # imports from here
 
@@ -106,10 +109,10 @@ def initialize(models: Any, given: dict[str, Any]) -> Any:
             "the loss. Pass a new optimizer that is not wrapped, or keep FP16_Optimizer and do not "
             "use amp."
         )
-    if not (isinstance(count := given["num_losses"], int) and count >= 1):
-        raise ValueError(f"num_losses must be an integer of at least 1, not {count!r}.")
-    bounds = {name: given[name] for name in ("min_loss_scale", "max_loss_scale")}
-    scalers = [LossScaler(policy.loss_scale, **bounds) for _ in range(count)]
+    if not (isinstance(num_losses, int) and num_losses >= 1):
+        raise ValueError(f"num_losses must be an integer of at least 1, not {num_losses!r}.")
+    bounds = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+    scalers = [LossScaler(policy.loss_scale, **bounds) for _ in range(num_losses)]
     session = sessions.Session(policy, list(scalers), verbosity, everywhere=True)
     allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)
@@ -117,7 +120,7 @@ def initialize(models: Any, given: dict[str, Any]) -> Any:
     vars(_amp_state).update(bounds)
     _amp_state.handle = NoOpHandle(_as_list(models))
     if policy.autocast_type is not None:
-        patches.install()
+        replace_functions()
         on = Casts.of(policy)
         casts = on, Casts(inputs=on.inputs, outputs=on.outputs)
         _amp_state.handle = AmpHandle(session, dict.fromkeys(_as_list(models), casts))

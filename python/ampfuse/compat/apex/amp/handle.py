@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampfuse import amp, half_ops
 from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import Casts, eager_module, install
-from ampfuse.amp.function_casts import install_registered, restore_registered
+from ampfuse.amp.function_casts import (
+    float_function,
+    install_once,
+    install_registered,
+    restore_registered,
+)
 from ampfuse.amp.policy import O1, O4
 from ampfuse.amp.scale_loss import loss_block, session_and_optimizers
-from ampfuse.compat.apex.amp import patches
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.scaler import LossScaler
-from ampfuse.compat.apex.signatures import takes
 from ampfuse.optim import upgrade
-from ampfuse.torch_utils import Sample, dynamo_disable
+from ampfuse.torch_utils import HALF_DTYPES, Sample, dynamo_disable
 
 
 @dynamo_disable
@@ -99,7 +104,7 @@ class NoOpHandle:
         return contextlib.nullcontext(loss)
 
     def _clear_cache(self) -> None:
-        """There is none."""
+        """Nothing is cached."""
 
     def _deactivate(self) -> None:
         """Nothing is active."""
@@ -169,7 +174,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """As ``amp.scale_loss``, for the next of the losses; RuntimeError after the last."""
+        """``amp.scale_loss`` for the next of the losses; RuntimeError after the last."""
         if not self._amp_handle.is_active():
             yield loss
             return
@@ -196,14 +201,18 @@ class OptimWrapper:
         return getattr(self._optimizer, name)
 
 
-@takes(
-    "loss_scale='dynamic' enable_caching=True verbose=False allow_banned=False * patch_type=None",
-    first="enabled=True",
-)
-def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
+def init(
+    enabled: bool = True,
+    loss_scale: Any = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype | None = None,
+) -> AmpHandle | NoOpHandle:
     """Cast every operation as O1 does, until the handle's ``_deactivate()``, if `enabled`.
 
-    Those in the models of the latest ``initialize`` too, at any level. A second call replaces the
+    This includes the models of the latest ``initialize``, at any level. A second call replaces the
     first. `patch_type` is float16, or bfloat16 as in ROCm/apex; with `allow_banned` the binary
     cross-entropy of half tensors is computed in FP32, else it raises. The others have no effect.
     """
@@ -213,7 +222,7 @@ def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
     if not enabled:
         _amp_state.handle = NoOpHandle(former.models)
         return _amp_state.handle
-    policy = O4 if given["patch_type"] == torch.bfloat16 else O1
+    policy = O4 if patch_type == torch.bfloat16 else O1
     casts_cpu = not torch.accelerator.is_available()
     scalers = list(getattr(_amp_state, "loss_scalers", ()))  # amp.state_dict() has them still
     session = sessions.Session(policy, scalers, everywhere=True, casts_cpu=casts_cpu)
@@ -221,13 +230,62 @@ def init(enabled: bool, given: dict[str, Any]) -> AmpHandle | NoOpHandle:
         half_ops.enable_for(policy)
     sessions.set_latest(session)
     install_registered()
-    patches.install(given["allow_banned"])
+    replace_functions(allow_banned)
     casts = {}
     for model in former.models:
         before: Any = eager_module(model)._amp_casts
         with_casts = dataclasses.replace(before, autocast=before.autocast or policy.autocast_type)
         casts[model] = with_casts, before
     _amp_state.handle = handle = AmpHandle(session, casts)
-    handle.has_cache, handle.verbose = given["enable_caching"], given["verbose"]
+    handle.has_cache, handle.verbose = enable_caching, verbose
     handle._is_active = handle.is_of_init = True
     return handle
+
+
+# --- functions that O1 replaces -------------------------------------------------------------------
+
+_IN_PLACE = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_"
+_METHODS = f"{_IN_PLACE} erfinv_ pow_ cumprod_ cumsum_ renorm_"
+
+
+def replace_functions(allow_banned: bool = False) -> None:
+    """Replace what apex's O1 does besides autocast, until ``_deactivate()`` of the handle.
+
+    ``x.cpu()`` returns FP32, and in-place functions that leave the range of half refuse half.
+    """
+    for owner, names in ((torch, _IN_PLACE), (Tensor, _METHODS)):
+        for name in names.split():
+            install_once(owner, name, _refusing_half)
+    install_once(
+        Tensor, "cpu", lambda f: _where_half(f, lambda *args, **kw: f(*args, **kw).float())
+    )
+    # Autocast would refuse other types too.
+    ban = float_function if allow_banned else lambda f: _refusing_half(float_function(f))
+    install_once(F, "binary_cross_entropy", ban)
+
+
+def _where_half(function: Any, instead: Any) -> Any:
+    """`function`, or `instead` of it where autocast is on and the first argument is half."""
+
+    @functools.wraps(function)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        x: Any = args[0] if args else None
+        is_half = isinstance(x, Tensor) and x.dtype in HALF_DTYPES
+        is_cast = is_half and torch.is_autocast_enabled(x.device.type)
+        return (instead if is_cast else function)(*args, **kwargs)
+
+    return chosen
+
+
+def _refusing_half(function: Any) -> Any:
+    name = function.__name__
+    logits = f"{name}_with_logits, without the sigmoid before it"
+    other = name[:-1] if name.endswith("_") else logits
+
+    def refuse(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} may leave the range of {x.dtype}. Call it on x.float(), or use {other}, which "
+            "returns float32 at O1 and O4."
+        )
+
+    return _where_half(function, refuse)

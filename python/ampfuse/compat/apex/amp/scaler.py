@@ -1,4 +1,4 @@
-"""``apex.amp.scaler``: ampfuse's loss scaler with the methods that apex's had besides."""
+"""``apex.amp.scaler``: ampfuse's loss scaler with the other methods of apex's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 import ampfuse.amp.scaler
 from ampfuse import ops
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
-from ampfuse.compat.apex.signatures import takes
-from ampfuse.compat.apex.tensor_lists import set_flag
+from ampfuse.compat.apex.list_steps import set_flag
 
 # The rule in pickles, in the order of its fields; and where the constructor's argument differs.
 _PICKLED = "scale_factor backoff_factor scale_seq_len min_loss_scale max_loss_scale hysteresis"
@@ -36,8 +35,8 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
 
     has_fused_kernel = True
     _buffer: Tensor | None = None
-    # Of the latest backward pass: its optimizers, whether the scale has followed it, and whether
-    # the buffer has.
+    # The latest backward pass: its optimizers, whether the scale has followed it, and whether the
+    # buffer has.
     _optimizers: tuple[weakref.ref[Any], ...] = ()
     _is_decided = True
     _is_noted = True
@@ -50,7 +49,7 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     def _overflow_buf(self) -> Tensor:
         """int32, one element: 1 if the latest pass, or an ``unscale`` since, met an overflow.
 
-        Of a pass with ``delay_overflow_check`` the gradients are looked at as they are now.
+        After a pass with ``delay_overflow_check`` it inspects the gradients at this moment.
         """
         if self._buffer is None:
             self._buffer = torch.zeros(1, dtype=torch.int32, device=self.current.device)
@@ -65,7 +64,7 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     def _overflow_buf(self, buffer: Tensor) -> None:
         self._buffer, self._is_noted = buffer, True
 
-    # What that says: it waits for the device.
+    # The same as a bool; reading it synchronizes with the device.
     _has_overflow = property(
         lambda self: bool(self._overflow_buf.item()),
         lambda self, value: self._overflow_buf.fill_(bool(value)),
@@ -91,36 +90,46 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     def _living_optimizers(self) -> list[Any]:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
-    @takes("model_grads master_grads unused_scale models_are_masters=False scale_override=None")
-    def unscale(self, given: dict[str, Any]) -> None:
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: Any,
+        models_are_masters: bool = False,
+        scale_override: Any = None,
+    ) -> None:
         """``master_grads[i] = model_grads[i] / scale``; remembers a non-finite gradient.
 
         The lists have equal length, shapes and device; float32, float16 or bfloat16. With
         `models_are_masters` they are the same, and nothing happens for a static scale of 1.
         `scale_override` is divided by instead of the scale; `unused_scale` is ignored.
         """
-        if given["models_are_masters"] and self.is_always_one:
+        if models_are_masters and self.is_always_one:
             return
-        override, found = given["scale_override"], self._new_flag(given["model_grads"])
-        scale = self.loss_scale() if override is None else override
-        ops.scale(given["model_grads"], given["master_grads"], 1.0 / scale, found)
+        found = self._new_flag(model_grads)
+        scale = self.loss_scale() if scale_override is None else scale_override
+        ops.scale(model_grads, master_grads, 1.0 / scale, found)
         set_flag(self._overflow_buf, found)
 
-    @takes("model_grads stashed_master_grads master_grads scale_override=None")
-    def unscale_with_stashed(self, given: dict[str, Any]) -> None:
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: Any = None,
+    ) -> None:
         """``master = model * (out / grads_scale) + stashed * (out / stash_scale)``.
 
         Only the new gradients, `model_grads`, are looked at for overflow. `scale_override` is
         ``(grads_scale, stash_scale, out)``; by default ``(loss_scale(), 1, 1)``.
         """
-        new, stashed, sums, override = given.values()
-        grads_scale, stash_scale, out = override or (self.loss_scale(), 1.0, 1.0)
-        found = self._new_flag(new)
-        ops.axpby(new, stashed, sums, out / grads_scale, out / stash_scale, found, check=0)
+        grads_scale, stash_scale, out = scale_override or (self.loss_scale(), 1.0, 1.0)
+        found, scales = self._new_flag(model_grads), (out / grads_scale, out / stash_scale)
+        ops.axpby(model_grads, stashed_master_grads, master_grads, *scales, found, check=0)
         set_flag(self._overflow_buf, found)
 
     def update_scale(self) -> bool:
-        """Adapt the scale to what ``_overflow_buf`` says. Waits for the device.
+        """Adapt the scale to ``_overflow_buf``. Synchronizes with the device.
 
         Returns whether to skip the step: a dynamic scale met an overflow. After a pass with
         ``delay_overflow_check`` the caller decides by that, and the optimizers no longer do.

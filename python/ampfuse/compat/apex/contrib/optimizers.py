@@ -1,4 +1,4 @@
-"""``apex.contrib.optimizers``: those of 2019, which apex kept there."""
+"""``apex.contrib.optimizers``: the optimizers of 2019, which apex kept there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ampfuse.compat.apex.optimizers import FP16_Optimizer as FP16_Optimizer
 from ampfuse.compat.apex.optimizers import fused
 from ampfuse.compat.apex.optimizers.fused import FusedLAMB as FusedLAMB
 from ampfuse.compat.apex.optimizers.fused import FusedSGD as FusedSGD
-from ampfuse.compat.apex.signatures import takes
 from ampfuse.optim.param_groups import parameters
 
 
@@ -22,24 +21,34 @@ class FusedAdam(fused.FusedAdam):
     each group's gradients to that L2 norm, unless it is 0. `eps_inside_sqrt` is a RuntimeError.
     """
 
-    _takes = (
-        "lr=1e-3 bias_correction=True betas=(0.9,0.999) eps=1e-8 eps_inside_sqrt=False "
-        "weight_decay=0.0 max_grad_norm=0.0 amsgrad=False use_mt=False amp_scale_adjustment=1.0"
-    )
+    def __init__(
+        self, params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999),
+        eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0, amsgrad: bool = False, use_mt: bool = False,
+        amp_scale_adjustment: float = 1.0,
+    ) -> None:  # fmt: skip
+        given: dict[str, Any] = {"weight_decay": weight_decay, "amsgrad": amsgrad}
+        given |= {"eps_inside_sqrt": eps_inside_sqrt, "max_grad_norm": max_grad_norm}
+        super().__init__(params, lr, bias_correction, betas, eps, use_mt=use_mt, **given)
 
-    @takes("closure=None grads=None output_params=None scale=1.0 grad_norms=None")
     @torch.no_grad()
-    def step(self, given: dict[str, Any]) -> Any:
+    def step(  # type: ignore[override]
+        self,
+        closure: Any = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = 1.0,
+        grad_norms: Any = None,
+    ) -> Any:
         """One step, on `grads` divided by `scale` if they are given.
 
         `grads` and `output_params`, which receive the parameters, rounded, are tensors, or lists of
         them for each group, as many as there are parameters. `grad_norms` are taken anew.
         """
-        grads, has_grads = _flat(given["grads"]), given["grads"] is not None
-        for param, grad in zip(parameters(self), grads, strict=has_grads):
-            param.grad = None if grad is None else grad.to(param.dtype) / given["scale"]
-        result = super().step(given["closure"])
-        for out, param in zip(_flat(given["output_params"]), parameters(self), strict=False):
+        for param, grad in zip(parameters(self), _flat(grads), strict=grads is not None):
+            param.grad = None if grad is None else grad.to(param.dtype) / scale
+        result = super().step(closure)
+        for out, param in zip(_flat(output_params), parameters(self), strict=False):
             out.copy_(param)
         return result
 

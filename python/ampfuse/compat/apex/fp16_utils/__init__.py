@@ -144,7 +144,7 @@ class DynamicLossScaler(LossScaler):
         self.scale_factor, self.scale_window = scale_factor, scale_window
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient of `params` holds inf or NaN. Waits for the device, once."""
+        """Return whether a gradient of `params` holds inf or NaN. Synchronizes once."""
         checks = [p.grad.isfinite().all() for p in params if p.grad is not None]
         return bool(checks) and not torch.stack([c.to(checks[0].device) for c in checks]).all()
 

@@ -17,7 +17,6 @@ from ampfuse.amp.scale_loss import scaled_pass
 from ampfuse.compat.apex.amp._amp_state import AmpOptimizerState
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.apex_C import unflatten
-from ampfuse.compat.apex.signatures import takes
 from ampfuse.optim import upgrade
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.optim.param_groups import parameters
@@ -48,24 +47,26 @@ class FP16_Optimizer(torch.optim.Optimizer):
     lists; flat under ``all_fp16_params`` and so on.
     """
 
-    _takes = "init_optimizer static_loss_scale=1.0 dynamic_loss_scale=False dynamic_loss_args=None"
-
-    @takes(f"{_takes} verbose=True")
-    def __init__(self, given: dict[str, Any]) -> None:
-        inner = given["init_optimizer"]
-        options = (given["dynamic_loss_scale"] and given["dynamic_loss_args"]) or {}
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        inner, options = init_optimizer, (dynamic_loss_scale and dynamic_loss_args) or {}
         for param in parameters(inner):
             if param.requires_grad and param.dtype not in FLOAT_DTYPES:
                 found = f"A parameter of shape {tuple(param.shape)} is {param.dtype}"
                 raise TypeError(f"{found}; it must be float16, bfloat16 or float32.")
-        is_dynamic = given["dynamic_loss_scale"]
-        scaler = LossScaler("dynamic" if is_dynamic else given["static_loss_scale"], **options)
+        scaler = LossScaler("dynamic" if dynamic_loss_scale else static_loss_scale, **options)
         if any(p.is_cpu and p.dtype in HALF_DTYPES for p in parameters(inner)):
             half_ops.enable_for(O2)
         upgrade(inner, master_weights=True)
         self.optimizer: Any = inner
         self._lists = AmpOptimizerState(inner)
-        self.verbose = given["verbose"]
+        self.verbose = verbose
         self.first_closure_call_this_step = True  # always, as between apex's steps
         self._overflow: Tensor | bool = False
         self.set_loss_scaler(scaler)
@@ -145,7 +146,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         dynamic = self.loss_scaler.dynamic
         self._overflow = self.optimizer.found_inf_flag.clone() if dynamic else False
 
-    # Whether the latest gradients overflowed a dynamic scale. Reading it waits for the device.
+    # True if the latest gradients overflowed a dynamic scale. Reading it synchronizes.
     overflow = property(
         lambda self: bool(self._overflow),
         lambda self, value: setattr(self, "_overflow", bool(value)),
@@ -169,7 +170,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
     param_groups = _part_of("optimizer", "param_groups")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
+        """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +187,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what either class's or apex's returned, in place; ValueError if of others."""
+        """Load what either class or apex saved, in place; ValueError if for another model."""
         state = _unflattened(self, state_dict) if "fp32_groups_flat" in state_dict else state_dict
         own, saved = self.fp32_from_fp16_groups, state.get("fp32_from_fp16")
         if saved is None:  # the class of apex.optimizers
@@ -232,7 +233,7 @@ def _scaling(saved: Any) -> dict[str, Any]:
 
 
 def _unflattened(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """What apex saved in 2018: of each group one flat master, and flat moments."""
+    """A state dict that apex saved in 2018, with one flat master and flat moments per group."""
     inner, first = state["optimizer_state_dict"], 0
     states: dict[int, dict[str, Any]] = {}
     groups, masters = [], []

@@ -1,4 +1,4 @@
-"""What apex's fused optimizers have in common."""
+"""The base of apex's fused optimizers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampfuse.compat.apex.signatures import takes
 from ampfuse.optim.base import under_grad_scaler
 from ampfuse.optim.fused import FusedOptimizer, is_fused
 from ampfuse.optim.masters import MASTERS
 from ampfuse.optim.param_groups import parameters
 
-# apex takes any value for these; and what they are called here.
+# Options for which apex takes any value.
 _FLAGS = frozenset(
-    "adam_w_mode adagrad_w_mode bias_correction grad_averaging init_zero reg_inside_moment "
+    "decoupled_weight_decay bias_correction grad_averaging init_zero reg_inside_moment "
     "use_nvlamb wd_after_momentum".split()
 )
-_RENAMED = dict.fromkeys(("adam_w_mode", "adagrad_w_mode"), "decoupled_weight_decay")
 _NOT_OURS = ("params", "param_names", "step")  # of a group whose state is loaded
 
 
@@ -41,29 +39,21 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
         *"scale_set_by_backward _first_step _reduced_precision_dtype _of_2019".split(),
     )
 
-    # The constructor's arguments after `params`, with defaults; those after * by name alone.
-    _takes: str
-    # Of these, by our names, what only groups have in ours.
+    # Options of ours that groups have, and our constructors do not.
     _in_groups: tuple[str, ...] = ()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "_takes" in vars(cls):
-            construct = takes(f"params {cls._takes}")
-            cls.__init__ = construct(lambda self, given: self.construct(given))  # type: ignore[method-assign]
-
-    def construct(self, given: dict[str, Any]) -> None:
-        """Run our constructor on what apex's was given; `amsgrad` is a RuntimeError."""
-        options = dict(given)
-        if options.pop("amsgrad", False):
+    def construct(
+        self, params: Any, *, amsgrad: Any = False, set_grad_none: bool = True, **options: Any
+    ) -> None:
+        """Run our constructor with `options`; `amsgrad` is a RuntimeError."""
+        if amsgrad:
             name = type(self).__name__
             raise RuntimeError(f"{name} does not support AMSGrad; ampfuse.optim.Adam does.")
-        self.set_grad_none = options.pop("set_grad_none", True)
-        for name in _FLAGS & options.keys():
-            options[_RENAMED.get(name, name)] = bool(options.pop(name))
-        of_group = {name: options.pop(name) for name in self._in_groups}
-        super().__init__(**options)
-        for name, value in of_group.items():
+        self.set_grad_none = set_grad_none
+        options |= {name: bool(options[name]) for name in _FLAGS & options.keys()}
+        in_groups = {name: options.pop(name) for name in self._in_groups}
+        super().__init__(params, **options)
+        for name, value in in_groups.items():
             self.set_in_groups(name, value)
 
     @functools.cached_property
@@ -90,7 +80,7 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's, torch's and ampfuse's state dicts.
 
-        What a saved group does not say stays. apex's count of a group is its parameters'.
+        Options that a saved group lacks stay. apex's count of a group is that of its parameters.
         """
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         groups, saved_groups = [], state_dict["param_groups"]
@@ -121,7 +111,7 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
 
 
 def of_groups(key: str, read: Callable[[Any], Any], write: Callable[[Any], bool] = bool) -> Any:
-    """An attribute of apex's that is, here, an entry of each parameter group and of new ones."""
+    """An attribute of apex's optimizers that each parameter group has as an entry, new ones too."""
 
     def assign(self: ApexOptimizer, value: Any) -> None:
         for group in (self.defaults, *self.param_groups):

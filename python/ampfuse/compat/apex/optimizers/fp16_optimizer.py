@@ -11,21 +11,26 @@ from torch import Tensor
 
 from ampfuse.compat.apex import fp16_utils
 from ampfuse.compat.apex.amp.scaler import LossScaler
-from ampfuse.compat.apex.signatures import takes
 
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     """:class:`apex.fp16_utils.FP16_Optimizer` with other defaults, around any optimizer.
 
     A dynamic scale, ``cur_scale``, grows after 1000 clean passes and stays above 1. An overflow of
-    a static one skips the step too. ``zero_grad`` drops gradients. A step of somebody's own that
-    takes ``grad_norms``, as that of 2019's FusedAdam, gets the norm of each group.
+    a static one skips the step too. ``zero_grad`` drops gradients. A user-defined step that takes
+    ``grad_norms``, as that of 2019's FusedAdam does, gets the norm of each group.
     """
 
-    @takes(f"{fp16_utils.FP16_Optimizer._takes} verbose=True")
-    def __init__(self, given: dict[str, Any]) -> None:
-        args = {"scale_window": 1000, "min_loss_scale": 1.0, **(given["dynamic_loss_args"] or {})}
-        super().__init__(**given | {"dynamic_loss_args": args})
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        args = {"scale_window": 1000, "min_loss_scale": 1.0, **(dynamic_loss_args or {})}
+        super().__init__(init_optimizer, static_loss_scale, dynamic_loss_scale, args, verbose)
 
     def set_loss_scaler(self, scaler: LossScaler) -> None:
         super().set_loss_scaler(scaler)

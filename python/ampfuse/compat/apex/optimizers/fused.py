@@ -29,10 +29,16 @@ _GIVEN_UP = ("grads", "output_params", "scale", "grad_norms")
 class FusedAdagrad(ApexOptimizer, optim.Adagrad):
     """:class:`ampfuse.optim.Adagrad` with apex's arguments."""
 
-    _takes = "lr=1e-2 eps=1e-10 weight_decay=0.0 set_grad_none=True adagrad_w_mode=False"
     _in_groups = ("decoupled_weight_decay",)
     multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)
     adagrad_w_mode = of_groups("decoupled_weight_decay", int)
+
+    def __init__(
+        self, params: Any, lr: Any = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
+        set_grad_none: bool = True, adagrad_w_mode: Any = False,
+    ) -> None:  # fmt: skip
+        options = {"weight_decay": weight_decay, "decoupled_weight_decay": adagrad_w_mode}
+        self.construct(params, set_grad_none=set_grad_none, lr=lr, eps=eps, **options)
 
 
 class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
@@ -43,30 +49,33 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
     `max_grad_norm` and other arguments of 2019 make it the FusedAdam of ``apex.contrib``.
     """
 
-    _takes = (
-        "lr=1e-3 bias_correction=True betas=(0.9,0.999) eps=1e-8 adam_w_mode=True weight_decay=0.0 "
-        "amsgrad=False set_grad_none=True capturable=False master_weights=False * "
-        "eps_inside_sqrt=None max_grad_norm=None use_mt=None amp_scale_adjustment=None"
-    )
     _in_groups = ("bias_correction",)
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
     multi_tensor_adam_capturable_master = staticmethod(amp_C.multi_tensor_adam_capturable_master)
     adam_w_mode = of_groups("decoupled_weight_decay", int)
 
-    def construct(self, given: dict[str, Any]) -> None:
-        self.capturable = given.pop("capturable", False)
-        if given.get("master_weights") and not self.capturable:
+    def __init__(
+        self, params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999),
+        eps: float = 1e-8, adam_w_mode: Any = True, weight_decay: float = 0.0,
+        amsgrad: Any = False, set_grad_none: bool = True, capturable: bool = False,
+        master_weights: Any = False, *, eps_inside_sqrt: Any = None, max_grad_norm: Any = None,
+        use_mt: Any = None, amp_scale_adjustment: Any = None,
+    ) -> None:  # fmt: skip
+        self.capturable = capturable
+        if master_weights and not capturable:
             raise RuntimeError("FusedAdam supports master_weights=True only with capturable=True.")
-        names = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
-        old = {name: given.pop(name) for name in names}
-        if old["eps_inside_sqrt"]:
+        if eps_inside_sqrt:
             found = "FusedAdam only adds eps outside of the square root, as torch does"
             raise RuntimeError(f"{found}. Use fused_adam_cuda.adam with eps_mode=0.")
-        self._of_2019 = any(value is not None for value in old.values())
-        super().construct({"adam_w_mode": True, **given})
+        of_2019 = eps_inside_sqrt, max_grad_norm, use_mt, amp_scale_adjustment
+        self._of_2019 = any(value is not None for value in of_2019)
+        options = {"weight_decay": weight_decay, "decoupled_weight_decay": adam_w_mode}
+        options |= {"amsgrad": amsgrad, "set_grad_none": set_grad_none, "betas": betas, "eps": eps}
+        options |= {"bias_correction": bias_correction, "master_weights": master_weights}
+        self.construct(params, lr=lr, **options)
         if self._of_2019:
-            self.set_in_groups("max_grad_norm", old["max_grad_norm"] or 0.0)
+            self.set_in_groups("max_grad_norm", max_grad_norm or 0.0)
 
     _unscales_half = property(lambda self: self.capturable)
 
@@ -132,20 +141,23 @@ class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
     after the momentum instead of before it. `materialize_master_grads` has no effect.
     """
 
-    _takes = (
-        "lr=None momentum=0 dampening=0 weight_decay=0 nesterov=False wd_after_momentum=False "
-        "materialize_master_grads=True set_grad_none=False"
-    )
     _in_groups = ("wd_after_momentum",)
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
     wd_after_momentum = of_groups("wd_after_momentum", bool)
 
-    def construct(self, given: dict[str, Any]) -> None:
-        params, lr = list(given["params"]), given["lr"]
+    def __init__(
+        self, params: Any, lr: Any = None, momentum: float = 0, dampening: float = 0,
+        weight_decay: float = 0, nesterov: bool = False, wd_after_momentum: Any = False,
+        materialize_master_grads: bool = True, set_grad_none: bool = False,
+    ) -> None:  # fmt: skip
+        params = list(params)
         if lr is None and not all(isinstance(g, dict) and "lr" in g for g in params):
             raise ValueError("FusedSGD needs a learning rate: pass lr.")
-        self.materialize_master_grads = given.pop("materialize_master_grads")
-        super().construct({**given, "params": params, "lr": 0.0 if lr is None else lr})
+        options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        options |= {"nesterov": nesterov, "wd_after_momentum": wd_after_momentum}
+        lr = 0.0 if lr is None else lr
+        self.construct(params, set_grad_none=set_grad_none, lr=lr, **options)
+        self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
@@ -171,22 +183,26 @@ class FusedLAMB(ApexOptimizer, optim.LAMB):
     a norm like any other, to which all gradients become zero.
     """
 
-    _takes = (
-        "lr=1e-3 bias_correction=True betas=(0.9,0.999) eps=1e-6 weight_decay=0.01 amsgrad=False "
-        "adam_w_mode=True grad_averaging=True set_grad_none=True max_grad_norm=1.0 use_nvlamb=False"
-    )
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm)
     multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb)
     adam_w_mode = of_groups("decoupled_weight_decay", int)
     use_nvlamb = of_groups("use_nvlamb", bool)
 
-    def construct(self, given: dict[str, Any]) -> None:
-        norm = given["max_grad_norm"]
+    def __init__(
+        self, params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999),
+        eps: float = 1e-6, weight_decay: float = 0.01, amsgrad: Any = False,
+        adam_w_mode: Any = True, grad_averaging: Any = True, set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0, use_nvlamb: Any = False,
+    ) -> None:  # fmt: skip
         # The least of numbers in place of 0: it is 0 in FP32, which gradients are multiplied in.
-        largest = None if norm in (None, math.inf) else norm or sys.float_info.min
-        super().construct({**given, "max_grad_norm": largest})
+        is_unclipped = max_grad_norm in (None, math.inf)
+        norm = None if is_unclipped else max_grad_norm or sys.float_info.min
+        options = {"weight_decay": weight_decay, "decoupled_weight_decay": adam_w_mode}
+        options |= {"amsgrad": amsgrad, "set_grad_none": set_grad_none, "betas": betas, "eps": eps}
+        options |= {"bias_correction": bias_correction, "grad_averaging": grad_averaging}
+        self.construct(params, lr=lr, max_grad_norm=norm, use_nvlamb=use_nvlamb, **options)
         # As in apex, groups have the norm that was asked for. A step reads that of the optimizer.
-        self.set_in_groups("max_grad_norm", norm)
+        self.set_in_groups("max_grad_norm", max_grad_norm)
 
 
 class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
@@ -196,19 +212,21 @@ class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
     given; it may be set later, before the first step.
     """
 
-    _takes = (
-        "lr=1e-3 step=0 bias_correction=True betas=(0.9,0.999) eps=1e-6 weight_decay=0.01 "
-        "amsgrad=False adam_w_mode=True grad_averaging=True max_grad_norm=1.0 use_nvlamb=False "
-        "reduced_precision_dtype=None"
-    )
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm_mp)
     multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)
 
-    def construct(self, given: dict[str, Any]) -> None:
-        self._first_step, dtype = int(given.pop("step")), given.pop("reduced_precision_dtype")
-        super().construct(given)
+    def __init__(
+        self, params: Any, lr: Any = 1e-3, step: int = 0, bias_correction: Any = True,
+        betas: Any = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.01,
+        amsgrad: Any = False, adam_w_mode: Any = True, grad_averaging: Any = True,
+        max_grad_norm: float | None = 1.0, use_nvlamb: Any = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self._first_step = int(step)
+        options = amsgrad, adam_w_mode, grad_averaging, True, max_grad_norm, use_nvlamb
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, *options)
         self.skip_nonfinite = True
-        self.reduced_precision_dtype = dtype
+        self.reduced_precision_dtype = reduced_precision_dtype
 
     def _set_dtype(self, dtype: torch.dtype | None) -> None:
         self._reduced_precision_dtype, self.master_weights = dtype, dtype is not None
@@ -227,17 +245,23 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
     `norm_type` is 2, or 0 for the largest magnitude; another is a RuntimeError.
     """
 
-    _takes = (
-        "lr=1e-3 bias_correction=True betas=(0.9,0.999) eps=1e-8 weight_decay=0.0 amsgrad=False "
-        "reg_inside_moment=False grad_averaging=True norm_type=2 init_zero=False set_grad_none=True"
-    )
     multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
     moment_mode = of_groups("reg_inside_moment", lambda inside: 1 - inside, lambda mode: mode == 0)
 
-    def construct(self, given: dict[str, Any]) -> None:
-        if (kind := given["norm_type"]) not in (0, 2):
-            raise RuntimeError(f"FusedNovoGrad: norm_type must be 0 (maximum) or 2, not {kind}")
-        super().construct(given)
+    def __init__(
+        self, params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: Any = False,
+        reg_inside_moment: Any = False, grad_averaging: Any = True, norm_type: int = 2,
+        init_zero: Any = False, set_grad_none: bool = True,
+    ) -> None:  # fmt: skip
+        if norm_type not in (0, 2):
+            found = f"norm_type must be 0 (maximum) or 2, not {norm_type}"
+            raise RuntimeError(f"FusedNovoGrad: {found}")
+        options = {"bias_correction": bias_correction, "betas": betas, "eps": eps}
+        options |= {"weight_decay": weight_decay, "amsgrad": amsgrad, "norm_type": norm_type}
+        options |= {"reg_inside_moment": reg_inside_moment, "grad_averaging": grad_averaging}
+        options |= {"init_zero": init_zero, "set_grad_none": set_grad_none}
+        self.construct(params, lr=lr, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's and ampfuse's state dicts; ValueError for norms of other parameters.

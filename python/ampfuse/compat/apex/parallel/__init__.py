@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ampfuse.compat.apex.apex_C import flatten, unflatten
 from ampfuse.compat.apex.parallel import LARC
 from ampfuse.compat.apex.parallel.sync_batch_norm import sync_normalize
-from ampfuse.compat.apex.signatures import takes
 
 # apex leaves each process its own running statistics. torch 2.14 has a new name for that.
 _NAMES = inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -30,25 +29,26 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     after it. `shared_param`: a ValueError; apex gave it up. The others have no effect.
     """
 
-    @takes(
-        "module message_size=10000000 delay_allreduce=False shared_param=None "
-        "allreduce_trigger_params=None retain_allreduce_buffers=False allreduce_always_fp32=False "
-        "num_allreduce_streams=1 allreduce_communicators=None gradient_average=True "
-        "gradient_predivide_factor=1.0 gradient_average_split_factor=None prof=False"
-    )
-    def __init__(self, given: dict[str, Any]) -> None:
-        if given["shared_param"] is not None:
+    def __init__(
+        self, module: nn.Module, message_size: int = 10_000_000, delay_allreduce: bool = False,
+        shared_param: Any = None, allreduce_trigger_params: Any = None,
+        retain_allreduce_buffers: Any = False, allreduce_always_fp32: bool = False,
+        num_allreduce_streams: Any = 1, allreduce_communicators: Any = None,
+        gradient_average: bool = True, gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: Any = None, prof: Any = False,
+    ) -> None:  # fmt: skip
+        if shared_param is not None:
             found = "shared_param is not supported: shared parameters work without it"
             raise ValueError(f"{found}. If some get no gradient, pass delay_allreduce=True.")
         super().__init__(
-            given["module"],
-            find_unused_parameters=bool(given["delay_allreduce"]),
-            bucket_cap_mb=max(1, given["message_size"] * 4 // 2**20),
+            module,
+            find_unused_parameters=bool(delay_allreduce),
+            bucket_cap_mb=max(1, message_size * 4 // 2**20),
             **dict[str, Any]({_SYNC: False}),
         )
-        self.gradient_average: bool = given["gradient_average"]
-        self.gradient_predivide_factor = float(given["gradient_predivide_factor"])
-        self.allreduce_always_fp32: bool = given["allreduce_always_fp32"]
+        self.gradient_average = gradient_average
+        self.gradient_predivide_factor = float(gradient_predivide_factor)
+        self.allreduce_always_fp32 = allreduce_always_fp32
         plain = self.gradient_average and self.gradient_predivide_factor == 1.0
         if self.allreduce_always_fp32 or not plain:
             self.register_comm_hook(None, self._reduce)
@@ -107,24 +107,23 @@ def flat_dist_call(
             tensor.copy_(value)
 
 
-# Not a subclass of torch's: DistributedDataParallel refuses that on the CPU.
+# torch's class cannot be the base: DistributedDataParallel refuses it on the CPU.
 class SyncBatchNorm(_BatchNorm):
     """Batch norm over the batches of all processes, on GPUs and CPUs.
 
-    As torch's, and: with `channel_last` the input's channels are its last dimension, with
+    It extends torch's: with `channel_last` the input's channels are its last dimension, with
     `fuse_relu` a ReLU is applied to the result.
     """
 
-    @takes(
-        "num_features eps=1e-5 momentum=0.1 affine=True track_running_stats=True "
-        "process_group=None channel_last=False fuse_relu=False"
-    )
-    def __init__(self, given: dict[str, Any]) -> None:
-        own = {n: given.pop(n) for n in ("process_group", "channel_last", "fuse_relu")}
-        super().__init__(**given)
-        self.__dict__.update(own)
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1,
+        affine: bool = True, track_running_stats: bool = True, process_group: Any = None,
+        channel_last: bool = False, fuse_relu: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group, self.channel_last = process_group, channel_last
+        self.fuse_relu = fuse_relu
 
-    fuse_relu: bool
     _check_input_dim = nn.SyncBatchNorm._check_input_dim
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 

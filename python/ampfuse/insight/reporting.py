@@ -1,11 +1,12 @@
-"""What the reports are given, checked; and random numbers that they leave as they were."""
+"""Shared by the reports: arguments that are checked, findings, and tables as text."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def check_types(model: Any, optimizer: Any, how: str) -> None:
 
 
 def check_owned(model: nn.Module, stepped: Collection[Tensor], suggestion: str) -> None:
-    """Raise ValueError unless what an optimizer steps are parameters of `model`."""
+    """Raise ValueError unless the `stepped` tensors of an optimizer are parameters of `model`."""
     known = set(map(id, model.parameters()))
     if strange := sum(id(weight) not in known for weight in stepped):
         raise ValueError(
@@ -34,13 +35,13 @@ def check_owned(model: nn.Module, stepped: Collection[Tensor], suggestion: str) 
 
 
 def output_of(model: nn.Module, batch: Any) -> Any:
-    """What `model` returns for a tensor, a tuple of arguments or a dict of keywords."""
+    """Call `model` with a tensor, a tuple of arguments or a dict of keywords."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*(batch if isinstance(batch, tuple) else (batch,)))
 
 
-def call(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor:
+def loss_of(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor:
     """``loss_function(model, batch)``; raises TypeError unless it is such a function and
     returns a loss."""
     ran: list[bool] = []
@@ -83,3 +84,50 @@ def same_random_numbers() -> Iterator[None]:
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+
+
+# --- findings and text ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or that would help.
+
+    Attributes:
+        kind: which rule found it, such as "stale" or "fused optimizer".
+        suggestion: what to do.
+        where: the tensor; "" for a whole step.
+        found: the measurement, as text.
+        gain: how many times as fast a step gets by it; None if it is not about time.
+    """
+
+    kind: str
+    suggestion: str
+    where: str = ""
+    found: str = ""
+    gain: float | None = None
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.found, self.suggestion) if part)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float16"`` for ``torch.float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def figures(value: float, count: int) -> str:
+    """`value` with `count` significant figures; large ones whole: ``"33.1"``, ``"1050"``."""
+    return f"{value:.0f}" if value >= 10**count - 0.5 else f"{value:.{count}g}"
+
+
+def aligned(lines: Sequence[Sequence[str]], *, left: Container[int]) -> list[str]:
+    """Lines of cells as text: the columns of `left` begin alike, the others end alike."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
