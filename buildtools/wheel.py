@@ -14,6 +14,7 @@ import argparse
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -105,9 +106,21 @@ def build(python: str, arch: str, torches: list[str], out: Path, core: Path | No
             tag = f"--platform-tag=linux_{arch}"
             subprocess.run([*run, "wheel", "tags", "--remove", tag, str(wheel)], check=True)
             (wheel,) = Path(built).glob("*.whl")
-        exclude = [f"--exclude={library}" for library in TORCH_LIBRARIES]
-        command = [*run, "auditwheel", "repair", f"--plat={PLATFORM}_{arch}", *exclude]
-        subprocess.run([*command, "-w", str(out), str(wheel)], check=True)
+        # (For another processor auditwheel takes no name: it finds the oldest platform itself.)
+        command = [
+            *run,
+            "auditwheel",
+            "repair",
+            f"--plat={f'{PLATFORM}_{arch}' if native else 'auto'}",
+        ]
+        command += [f"--exclude={library}" for library in TORCH_LIBRARIES]
+        repaired = Path(built) / "repaired"
+        subprocess.run([*command, "-w", str(repaired), str(wheel)], check=True)
+        (wheel,) = repaired.glob("*.whl")
+        oldest = min(int(minor) for minor in re.findall(r"manylinux_2_(\d+)_", wheel.name))
+        assert oldest <= int(PLATFORM.rpartition("_")[2]), f"{wheel.name} is not for {PLATFORM}"
+        out.mkdir(exist_ok=True)
+        shutil.move(wheel, out / wheel.name)
     return core or next(folder.glob("libampfuse-*.so"))
 
 
