@@ -141,6 +141,31 @@ def test_registers_do_not_spill(arch, dump, objects, ptx):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_adam_with_narrow_states_runs_in_three_blocks(arch, dump, objects):
+    """A multiprocessor has 65,536 registers, of which a block takes 256 for each of a thread."""
+    (file,) = (each for each in objects if "cuda_adam" in str(each))
+    report = dump(file, "-res-usage", "-arch", arch)
+    registers = dict(
+        re.findall(r"apply_kernelINS_6AdamOpELj(\d+ELNS_7EncodedE[12])\S+\s+REG:(\d+)", report)
+    )
+    without_rare_lists = [int(registers[name]) for name in registers if not name.startswith("0E")]
+    assert len(without_rare_lists) == 2
+    assert all(each <= 65536 // 256 // 3 for each in without_rare_lists)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_norms_of_rows_compute_no_fp64(arch, dump, objects):
+    """Many GPUs compute it at 1/32 or 1/64 of the rate."""
+    (file,) = (each for each in objects if "nn_norm" in str(each))
+    checked = 0
+    for function in re.split(r"Function : ", dump(file, "-sass", "-arch", arch))[1:]:
+        if "row_pass_kernel" in function.partition("\n")[0]:
+            assert not re.search(r"\b(?:DADD|DMUL|DFMA|DSETP|MUFU\.\w+64H?)\b", function)
+            checked += 1
+    assert checked > 50
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_sums_do_not_spill_over_rows(arch, dump, objects):
     """The last block does where it finishes the channels, after the ticket's atomic addition."""
     checked = 0
