@@ -7,7 +7,7 @@
 # PYTHON   interpreter that has ampfuse[experiments] (python3)
 # RESULTS  folder of the result files (build/experiments)
 # CSV      folder of the CSV files (benchmarks/results)
-# REPEATS  runs of each arm (5)
+# REPEATS  runs of each variant (5)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -15,7 +15,7 @@ RESULTS=${RESULTS:-build/experiments}
 CSV=${CSV:-benchmarks/results}
 
 train() {
-  "$PYTHON" -m ampfuse train "$@" --arm fp32 amp-bf16 O5 --data synthetic --device cpu \
+  "$PYTHON" -m ampfuse train "$@" --variant fp32 amp-bf16 O5 --data synthetic --device cpu \
     --repeats "${REPEATS:-5}" --output "$RESULTS"
 }
 

@@ -14,8 +14,8 @@ rows    a residual addition with the layer norm after it, "rms" with an RMS norm
         ConvNeXt-T, ViT-S, GPT-2 and Llama; csrc/core/nn_ops/norm.h
 gelu    an activation behind a bias, "gelu_tanh" its other form, "silu" one that is gated, at the
         widths of ViT-S, GPT-2 and Llama; csrc/core/nn_ops/activation.h
-loss    the cross-entropy of half logits, of which torch's needs an FP32 copy, for so many words;
-        csrc/core/nn_ops/cross_entropy.h
+loss    the cross-entropy of half logits, of which torch's needs an FP32 copy, for that many
+        classes; csrc/core/nn_ops/cross_entropy.h
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from typing import Any
 
 # oneDNN keeps 1,024 primitives by default, and what does not fit is compiled again in every step.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's word on earlier memory
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's warning about earlier memory
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # Each process would keep as many more as there are cores, of a gigabyte each.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1" if (os.cpu_count() or 1) < 4 else "4")
@@ -123,8 +123,8 @@ class Step:
             self.model, shape = tiny_model(network)
             self.x, labels, classes = torch.randn(shape, device=device), shape[:-1], shape[-1]
         elif network in TEXTS:
-            self.model, words, classes = text_model(network, side, small=quick)
-            self.x = torch.randint(words, (batch, side), device=device)
+            self.model, vocab_size, classes = text_model(network, side, small=quick)
+            self.x = torch.randint(vocab_size, (batch, side), device=device)
             labels = labels if network.startswith("bert") else (batch, side)
         else:
             self.model, classes = image_model(network, side, classes=100), 100

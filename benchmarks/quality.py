@@ -1,8 +1,8 @@
 """What half precision does to what a network learns: each variant trains small tasks, 3 seeds.
 
-    python benchmarks/quality.py [--tasks text ...] [--arms split ...]
+    python benchmarks/quality.py [--tasks text ...] [--variants split ...]
     python benchmarks/quality.py --tasks            # only prints the tables and draws the curves
-    python benchmarks/quality.py --codes            # the error of 8-bit states: harness/codes.py
+    python benchmarks/quality.py --quantization     # the error of 8-bit states
     python benchmarks/quality.py --tasks lightning fabric accelerate transformers timm
 
 Runs replace their rows. The last are the examples of frameworks, see harness/frameworks.py. Into
@@ -39,9 +39,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from harness.codes import STEPS, measure_codes, normal
 from harness.data import SmallTransformer, digits, sentences
 from harness.models import image_model
+from harness.quantization import STEPS, measure_quantization, normal
 from harness.results import RESULTS, conditions, parser_of, put, read
 from report import markdown
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class Row:
     """A point of a training's curve; the last has also what only the trained network has."""
 
     task: str
-    arm: str
+    variant: str
     seed: int
     step: int = 0
     loss: float = math.nan
@@ -173,7 +173,7 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
 def train(name: str, variant: str, seed: int) -> list[Row]:
     """A run as rows of the CSV."""
     torch.manual_seed(seed)
-    run = partial(Row, task=name, arm=variant, seed=seed, **conditions(CPU))
+    run = partial(Row, task=name, variant=variant, seed=seed, **conditions(CPU))
     if name not in TASKS:
         from harness.frameworks import EXAMPLES
 
@@ -231,17 +231,26 @@ def _rounded(value: float) -> float:
 def save(path: Path, rows: Sequence[Row]) -> None:
     """Runs in the place of the same runs', in the order of `VARIANTS`."""
     order = [(name, *run) for name in VARIANTS for run in product(VARIANTS[name][1], SEEDS)]
-    put(path, rows, lambda row: (row.task, row.arm, row.seed), order)
+    put(path, rows, lambda row: (row.task, row.variant, row.seed), order)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """A line for each task and variant: mean and range over the seeds, what is in the spread."""
-    columns = ["task", "arm", "training loss", "test loss", "accuracy", "losses within the spread"]
-    last = [list(run)[-1] for _, run in groupby(rows, lambda row: (row.task, row.arm, row.seed))]
+    columns = [
+        "task",
+        "variant",
+        "training loss",
+        "test loss",
+        "accuracy",
+        "losses within the spread",
+    ]
+    last = [
+        list(run)[-1] for _, run in groupby(rows, lambda row: (row.task, row.variant, row.seed))
+    ]
     lines = []
     for task, of_task in groupby(last, lambda row: row.task):
         limits: list[float] = []
-        for variant, runs in groupby(of_task, lambda row: row.arm):
+        for variant, runs in groupby(of_task, lambda row: row.variant):
             found = list(runs)
             losses = [[r.loss for r in found], [r.test_loss for r in found]]
             means = [fmean(values) for values in losses]
@@ -272,7 +281,7 @@ def draw_curves(path: Path) -> None:
         1, len(tasks), figsize=(4.6 * len(tasks), 4.2), squeeze=False, layout="constrained"
     )
     for axes, task in zip(panels[0], tasks, strict=True):
-        for mode, group in groupby(task, lambda row: row.arm):
+        for mode, group in groupby(task, lambda row: row.variant):
             at: dict[int, list[float]] = defaultdict(list)
             for row in group:
                 at[row.step].append(row.loss)
@@ -292,17 +301,21 @@ def main() -> None:
     known = dict.fromkeys(variant for _, variants in VARIANTS.values() for variant in variants)
     parser = parser_of(__doc__)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(VARIANTS))
-    parser.add_argument("--arms", nargs="+", default=list(known), choices=list(known))
-    parser.add_argument("--codes", action="store_true", help="needs bitsandbytes, runs alone")
+    parser.add_argument("--variants", nargs="+", default=list(known), choices=list(known))
+    parser.add_argument(
+        "--quantization", action="store_true", help="needs bitsandbytes, runs alone"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.codes:
+    if options.quantization:
         cases = {f"normal, sigma {sigma}": normal(sigma) for sigma in (0, 1, 2)}
-        return measure_codes(cases | {name: gradients(name) for name in ("text", "wide-resnet")})
+        return measure_quantization(
+            cases | {name: gradients(name) for name in ("text", "wide-resnet")}
+        )
     for name in options.tasks:
         file, variants = VARIANTS[name]
         for variant, seed in product(
-            [variant for variant in variants if variant in options.arms], SEEDS
+            [variant for variant in variants if variant in options.variants], SEEDS
         ):
             save(RESULTS / file, train(name, variant, seed))
             print(name, variant, seed, flush=True)

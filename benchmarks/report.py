@@ -303,8 +303,8 @@ def experiments_table(rows: list[dict[str, str]]) -> list[str]:
     rows = sorted(rows, key=lambda row: (row["recipe"], row["model"], int(row["batch_size"])))
     lines = []
     for (model, batch), group in groupby(rows, key=lambda row: (row["model"], row["batch_size"])):
-        by_method = {row["method"]: row for row in group}
-        variants = [by_method[name] for name in ("fp32", "amp-bf16", "O5")]
+        by_variant = {row["variant"]: row for row in group}
+        variants = [by_variant[name] for name in ("fp32", "amp-bf16", "O5")]
         means, deviations = (
             [1e3 * float(row[column] or 0) / int(row["iterations"]) for row in variants]
             for column in ("time_s_mean", "time_s_std")

@@ -16,7 +16,7 @@ pytest.importorskip("sklearn")
 from ampfuse.__main__ import main
 from experiment_results import ResultFolder
 
-TRAIN = "train mlp --data synthetic --image-size 8 -b 8 --arm fp32 --device cpu --iterations 2"
+TRAIN = "train mlp --data synthetic --image-size 8 -b 8 --variant fp32 --device cpu --iterations 2"
 COMMANDS = {  # with the folder that each writes to
     "train": f"{TRAIN} --output {{}}",
     "demo": "demo --levels O0 --epochs 1 --width 2 --device cpu --output {}",
@@ -62,7 +62,7 @@ def refused(capsys, line: str, *said: str) -> str:
 # By command.
 WRONG = {
     "train cifar --device cpu --data digits": {
-        "--arm O6": "--arm: invalid choice: 'O6'",
+        "--variant O6": "--variant: invalid choice: 'O6'",
         "--batch-size 0": "must be at least 1, got 0",
         "--lr 0": "expected a positive number, got '0'",
         "--loss-scale big": "--loss-scale: invalid scale value: 'big'",
@@ -70,9 +70,9 @@ WRONG = {
         "--fsdp": "unrecognized arguments: --fsdp",
         "--channels-last maybe": "must be True or False, got 'maybe'",
         "a b": "unrecognized arguments: b",
-        "--arm O1 --mode amp": "--arm and --mode both set the arm",
-        "--mode FP16 --opt-level O2": "--mode and --opt-level both set the arm",
-        "--arm tf32": "TF32 needs a GPU of sm_80",
+        "--variant O1 --mode amp": "--variant and --mode both set the variant",
+        "--mode FP16 --opt-level O2": "--mode and --opt-level both set the variant",
+        "--variant tf32": "TF32 needs a GPU of sm_80",
         "--graph": "--graph: a CUDA graph needs a GPU",
         "--loss-scale 2 --static-loss-scale 4": "--static-loss-scale both set the loss scale",
         "there": "both set the data; give only one",
@@ -81,9 +81,9 @@ WRONG = {
         "--model vgg99": "unknown model 'vgg99': the models are vgg16, wrn28_10, ",
         "--model wrn11_1": "wrn11_1: the depth must be 6n + 4 (10, 16, 22, ...)",
         "--model wrn10_0": "the width at least 1",
-        "-b 5000 --arm fp32": "5000",
+        "-b 5000 --variant fp32": "5000",
     },
-    "train imagenet --device cpu": {"--arm O2": "--data is required: a folder, digits or"},
+    "train imagenet --device cpu": {"--variant O2": "--data is required: a folder, digits or"},
     "train mnist --device cpu": {
         "--data dgits": "--data dgits: no such folder (--download",
         "x": "--data x",
@@ -99,7 +99,7 @@ WRONG = {
     },
     "make_plot": {
         "--GPU K80": "--GPU K80: no such results; there are T4",
-        "--method O9 FP32": "--method O9: no such results; there are FP32",
+        "--method O9 FP32": "--variant O9: no such results; there are FP32",
         "--batch 512": "--batch 512: no such results; there are 128",
         "--batch many": "--batch: invalid int value",
         "--epochs 7": "--epochs 7: no such results; there are 6.25",

@@ -397,11 +397,13 @@ def test_an_experts_transformers_have_no_mask(load, network):
 
     for expert in (False, True):
         torch.manual_seed(0)
-        model, words, _ = models.text_model(network, 32, small=True)
+        model, vocab_size, _ = models.text_model(network, 32, small=True)
         if expert:
             model.use_no_masks()
         torch.compiler.reset()
-        outputs.append(torch.compile(model, backend=look)(torch.arange(64).view(2, 32) % words))
+        outputs.append(
+            torch.compile(model, backend=look)(torch.arange(64).view(2, 32) % vocab_size)
+        )
     assert masks == [[True, True], [False, False]]
     torch.testing.assert_close(*outputs)
 
@@ -476,12 +478,12 @@ def test_an_arm_is_within_the_spread_of_the_first_ones_seeds(load):
     conditions = dict.fromkeys(("hardware", "torch", "ampfuse", "date"), "")
     losses = {"first": (1.0, 2.0, 3.0), "at": (4.0, 4.0, 4.0), "above": (4.0, 4.1)}
     rows = [
-        quality.Row(task="t", arm=variant, seed=seed, test_loss=loss, **conditions)
+        quality.Row(task="t", variant=variant, seed=seed, test_loss=loss, **conditions)
         for variant, values in losses.items()
         for seed, loss in enumerate(values)
     ]
     assert quality.table(rows) == [
-        "| task | arm | test loss | losses within the spread |",
+        "| task | variant | test loss | losses within the spread |",
         "|---|---|---|---|",
         "| t | first | 2 (1 to 3) | yes |",
         "| t | at | 4 (4 to 4) | yes |",
@@ -502,7 +504,7 @@ def test_the_documentation_has_the_tables_of_the_csvs(load):
     assert documented("benchmarks.md", "| step | threads |") == lines
     for page, file in (("benchmarks", "fused_accuracy"), ("frameworks", "frameworks_epyc")):
         rows = results.read(RESULTS / f"{file}.csv", quality.Row)
-        assert documented(f"{page}.md", "| task | arm |") == quality.table(rows)
+        assert documented(f"{page}.md", "| task | variant |") == quality.table(rows)
 
 
 def test_a_csv_fills_in_where_a_comment_names_it(load, tmp_path):

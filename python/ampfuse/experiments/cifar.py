@@ -1,7 +1,7 @@
 """CIFAR-10: VGG16, Wide-ResNet, SE-ResNeXt50 and DenseNet161 (E1 to E3 of docs/experiments.md).
 
-python -m ampfuse.experiments.cifar --recipe e1 --arm fp32 O1 O2 --batch-size 128 256 512
-python -m ampfuse.experiments.cifar --recipe e2 --arm O0 O1 O2 O3
+python -m ampfuse.experiments.cifar --recipe e1 --variant fp32 O1 O2 --batch-size 128 256 512
+python -m ampfuse.experiments.cifar --recipe e2 --variant O0 O1 O2 O3
 python -m ampfuse.experiments.cifar --GPU V100 --mode FP16 --batch_size 128 --iteration 100
 """
 
@@ -19,15 +19,15 @@ _SGD = {"optimizer": "sgd", "momentum": 0.9}
 _HALF = (0.5, 0.5, 0.5)
 
 
-def _e3(variant: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+def _e3(precision: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     settings = {
         **{"batch_size": 512, "epochs": 25, "clip": 1.0, "augment": True, "schedule": "linear"},
         **{"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0, "warmup": 0.1},
     }
-    if variant == "O3":
+    if precision == "O3":
         return {**settings, **_SGD, "lr": 0.1}
     # The published comparison doubled batch and epochs together with the level.
-    larger = variant == "O2" and flags["model"] == "densenet161"
+    larger = precision == "O2" and flags["model"] == "densenet161"
     return {**settings, "batch_size": 1024, "epochs": 50} if larger else settings
 
 

@@ -21,7 +21,7 @@ from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.run import Place, table, train_all
 from ampfuse.experiments.settings import LEVELS, Settings, has_tf32
 
-_COLUMNS = ("method", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
+_COLUMNS = ("variant", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         **{"growth_interval": 25, "print_freq": 10},  # the scale grows within the run
     )
     levels = dict.fromkeys(args.levels)
-    todo = [dataclasses.replace(common, arm=level, method=level) for level in levels]
+    todo = [dataclasses.replace(common, precision=level, variant=level) for level in levels]
     what = f"a CNN {width} channels wide, {args.epochs} epochs, batches of {args.batch_size}"
     where = f"{device_name(device)}, torch {torch.__version__}"
     print(f"Handwritten digits; {what}, seed {args.seed}. On {where}.", flush=True)

@@ -1,8 +1,8 @@
 """ImageNet: ResNet-18 and 50 in FP32, torch.amp and O0 to O5 (E4 of docs/experiments.md).
 
-python -m ampfuse.experiments.imagenet -a resnet50 -b 128 --arm fp32 O2 --data DIR
+python -m ampfuse.experiments.imagenet -a resnet50 -b 128 --variant fp32 O2 --data DIR
 python -m ampfuse.experiments.imagenet -a resnet18 -b 128 --static-loss-scale 256 --fp16 DIR
-torchrun --nproc-per-node 4 -m ampfuse.experiments.imagenet --arm O2 [--fsdp] --data DIR
+torchrun --nproc-per-node 4 -m ampfuse.experiments.imagenet --variant O2 [--fsdp] --data DIR
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ampfuse.experiments.run import sweep
 from ampfuse.experiments.settings import Recipe, Script
 
 
-def _e4(variant: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+def _e4(precision: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     in_epochs = "epochs" in flags
     return {
         **{"batch_size": 128, "iterations": 360, "image_size": 224, "augment": True},

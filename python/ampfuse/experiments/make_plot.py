@@ -89,14 +89,14 @@ def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
 
 Lines = dict[tuple[str, str], list[Row]]
 
-# Only methods with the same values of these are comparable. The usual values are not named.
+# Only variants with the same values of these are comparable. The usual values are not named.
 _COMPARABLE = {"data": None, "kind": None, "image_size": None, "augment": None, "shuffle": None}
 _COMPARABLE |= {"world_size": 1, "loader": "resident", "channels_last": True}
 _COMPARABLE |= {"cudnn_benchmark": True, "graph": False, "deterministic": False}
 
 
 def lines(rows: Sequence[Row]) -> Lines:
-    """The rows of each line by GPU and name: the method, and the conditions in which it differs
+    """The rows of each line by GPU and name: the variant, and the conditions in which it differs
     from other lines. `rows` are of one model."""
     if len(models := _distinct(row["model"] for row in rows)) > 1:
         raise UsageError(f"results of {', '.join(models)}: choose one model with --model")
@@ -105,9 +105,9 @@ def lines(rows: Sequence[Row]) -> Lines:
     for row in rows:
         names = list(compared)
         # Conditions that follow the batch size (such as lr) make no line of their own.
-        of_method = [r for r in rows if all(r[n] == row[n] for n in ("source", "gpu", "method"))]
-        for size in {r["batch_size"] for r in of_method}:
-            of_size = [r for r in of_method if r["batch_size"] == size]
+        of_variant = [r for r in rows if all(r[n] == row[n] for n in ("source", "gpu", "variant"))]
+        for size in {r["batch_size"] for r in of_variant}:
+            of_size = [r for r in of_variant if r["batch_size"] == size]
             names += [name for name in row["conditions"] if _varies(of_size, name)]
         found = {name: row["conditions"].get(name) for name in names}
         words = [
@@ -115,13 +115,13 @@ def lines(rows: Sequence[Row]) -> Lines:
             for name, value in found.items()
             if value not in (None, _COMPARABLE.get(name))
         ]
-        parts.setdefault((row["source"], row["gpu"], row["method"], *words), []).append(row)
+        parts.setdefault((row["source"], row["gpu"], row["variant"], *words), []).append(row)
     several_sources = len({row["source"] for row in rows}) > 1
     several_lengths = len({_length(members) for members in parts.values()}) > 1
     found = {}
-    for (source, gpu, method, *words), members in parts.items():
+    for (source, gpu, variant, *words), members in parts.items():
         words += [source] * several_sources + [_length(members)] * several_lengths
-        name = f"{method} ({', '.join(words)})" if words else method
+        name = f"{variant} ({', '.join(words)})" if words else variant
         found[gpu, name] = sorted(members, key=lambda row: row["batch_size"])
     return found
 
@@ -136,7 +136,7 @@ def _length(rows: Sequence[Row]) -> str:
             return lengths[-1]
     first = rows[0]
     raise UsageError(
-        f"{first['gpu']} {first['method']} of {first['model']}: runs of different length "
+        f"{first['gpu']} {first['variant']} of {first['model']}: runs of different length "
         f"({'; '.join(lengths)}) cannot be one line: choose with --iteration N or --epochs N"
     )
 
@@ -157,7 +157,7 @@ _DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3)), (0
 
 def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figure | None:
     """Training "time", or "memory" in MB of 10^6 bytes, against batch size: a line per GPU and
-    method. For a single batch size, a bar per method and GPU. All rows are of one model; None if
+    variant. For a single batch size, a bar per variant and GPU. All rows are of one model; None if
     they have no values.
 
     `std` shows the sample standard deviation of the repeats as error bars.
@@ -207,8 +207,8 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
 
 
 def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -> None:
-    """The GPU determines the colour and the method the dash; with one GPU the method both. Bars of
-    one method stand next to each other."""
+    """Draw `found`: the GPU determines the colour and the variant the dash; with one GPU the
+    variant both. Bars of one variant stand next to each other."""
     gpus, names = (_distinct(part) for part in zip(*found, strict=True))
     width = 0.8 / len(gpus)
     for (gpu, name), members in found.items():
@@ -219,14 +219,14 @@ def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -
             if row[f"{column}_mean"]:
                 points.append((place, row[f"{column}_mean"], row[f"{column}_std"] or 0.0))
             else:
-                text = f"  {row['method']} diverged"
+                text = f"  {row['variant']} diverged"
                 axes.text(place, 0, text, rotation=90, va="bottom", fontsize=6.5)
         if not points:
             continue
         x, y, errors = zip(*points, strict=True)
         color = f"C{(gpus.index(gpu) if len(gpus) > 1 else names.index(name)) % 10}"
         look = {"yerr": errors if std else None, "capsize": 2, "color": color}
-        if are_bars:  # the axis names the method, the legend the GPU
+        if are_bars:  # the axis names the variant, the legend the GPU
             axes.bar(x, y, width, label=gpu, **look)
         else:
             look |= {"linestyle": _DASHES[names.index(name) % len(_DASHES)], "marker": "."}

@@ -116,7 +116,12 @@ def _shown(row: Row, name: str, factor: float = 1.0) -> str:
 
 
 _NAMES = {
-    **{"model": "model", "method": "method", "optimizer": "optimizer", "batch size": "batch_size"},
+    **{
+        "model": "model",
+        "variant": "variant",
+        "optimizer": "optimizer",
+        "batch size": "batch_size",
+    },
     **{"iterations": "iterations", "epochs": "epochs", "time, s": "time_s"},
     **{"images/s": "images_per_s", "min": "images_per_s_min", "max": "images_per_s_max"},
     **{"memory, MB": "memory_mb", "accuracy, %": "accuracy_pct"},

@@ -1,6 +1,6 @@
-"""An MLP of three layers, 4096 wide, as in torch's AMP recipe (E5 of docs/experiments.md).
+"""A three-layer MLP, 4096 wide, as in torch's AMP recipe (E5 of docs/experiments.md).
 
-python -m ampfuse.experiments.mlp --arm fp32 amp-fp16 O2
+python -m ampfuse.experiments.mlp --variant fp32 amp-fp16 O2
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ampfuse.experiments.settings import Recipe, Script
 
 E5 = Recipe(
     name="e5",
-    title="A 4096-wide perceptron of three layers: torch's AMP recipe (T4, 2022)",
+    title="A three-layer MLP, 4096 wide: torch's AMP recipe (T4, 2022)",
     models=("mlp",),
     settings={
         **{"batch_size": 512, "epochs": 3, "image_size": 64, "synthetic_size": 50 * 512},
@@ -21,7 +21,7 @@ E5 = Recipe(
     },
     cpu={"synthetic_size": 10 * 512},
 )
-SCRIPT = Script("mlp", "A perceptron of three layers, 4096 wide.", (E5,), data="synthetic")
+SCRIPT = Script("mlp", "A three-layer MLP, 4096 wide.", (E5,), data="synthetic")
 main = functools.partial(sweep, SCRIPT)
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """MNIST: a small CNN (E5 of docs/experiments.md).
 
-python -m ampfuse.experiments.mnist --arm fp32 amp-fp16 O2
+python -m ampfuse.experiments.mnist --variant fp32 amp-fp16 O2
 python -m ampfuse.experiments.mnist --data digits --epochs 10
 """
 

@@ -1,8 +1,8 @@
 """Rows of result files (:func:`measured`) and of write-ups (:func:`published`).
 
-A row is one configuration: a published line, or all repeats of a run. It is a dictionary with a
-value or None for each of :data:`COLUMNS`; figures have a mean over the repeats and their sample
-standard deviation. Of measured rows, ``conditions`` has everything else that the repeats have in
+A row is one variant at one size: a published line, or all repeats of a run. It is a dictionary with
+a value or None for each of :data:`COLUMNS`; figures have a mean over the repeats and their sample
+standard deviation. In measured rows, ``conditions`` has everything else that the repeats have in
 common, and ``runs`` their result files. Diverged runs only count for memory.
 """
 
@@ -31,10 +31,10 @@ RECIPES = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": 
 EXPERIMENTS = {"cifar": "CIFAR", "imagenet": "ImageNet", "mnist": "MNIST", "mlp": "MLP"}
 EXPERIMENTS |= {"demo": "Digits"}
 # The order of lines and rows.
-METHODS = ("FP32", "fp32", "tf32", "FP16", "fp16", "amp", "amp-fp16", "amp-bf16")
-METHODS += ("O0", "O1", "O2", "O3", "O4", "O5")
+VARIANT_ORDER = ("FP32", "fp32", "tf32", "FP16", "fp16", "amp", "amp-fp16", "amp-bf16")
+VARIANT_ORDER += ("O0", "O1", "O2", "O3", "O4", "O5")
 
-_SHARED = ("recipe", "experiment", "model", "gpu", "method", "batch_size", "optimizer")
+_SHARED = ("recipe", "experiment", "model", "gpu", "variant", "batch_size", "optimizer")
 _SHARED += ("iterations", "epochs")
 _FIGURES = ("time_s", "memory_mb", "accuracy_pct", "images_per_s", "loss_last", "loss_mean")
 COLUMNS = ("source", *_SHARED, "platform")
@@ -101,12 +101,12 @@ def rows_of(runs: Iterable[Result]) -> list[Row]:
         key = repr([*(run[name] for name in _SHARED), sorted(run["conditions"].items())])
         groups.setdefault(key, {})[run["repeat"], run["seed"]] = run
     rows = [_row_of([*group.values()]) for group in groups.values()]
-    order = {method: place for place, method in enumerate(METHODS)}
+    order = {variant: place for place, variant in enumerate(VARIANT_ORDER)}
     return sorted(
         rows,
         key=lambda row: (
-            *(row["experiment"], row["model"], row["gpu"], order.get(row["method"], len(order))),
-            *(row["method"], row["batch_size"], row["iterations"], str(row["conditions"])),
+            *(row["experiment"], row["model"], row["gpu"], order.get(row["variant"], len(order))),
+            *(row["variant"], row["batch_size"], row["iterations"], str(row["conditions"])),
         ),
     )
 
@@ -140,7 +140,7 @@ _FILTERS: dict[str, tuple[str, type, str]] = {
     "experiment": ("--experiment", str, ", ".join(EXPERIMENTS)),
     "model": ("--model", str, "vgg16, resnet50, ..."),
     "gpu": ("--GPU", str, "labels of the devices"),
-    "method": ("--method", str, "FP32, FP16, amp, fp32, O2, ..."),
+    "variant": ("--variant --method", str, "FP32, FP16, amp, fp32, O2, ..."),
     "batch_size": ("--batch", int, "per process"),
     "iterations": ("--iteration", int, "only runs with this many iterations"),
     "epochs": ("--epochs", float, "only runs with this many epochs"),
@@ -149,16 +149,16 @@ _FILTERS: dict[str, tuple[str, type, str]] = {
 
 def select(rows: Sequence[Row], **filters: Sequence[Any]) -> list[Row]:
     """The `rows` that fit `filters`: lists of values by the column, of which an empty one fits all.
-    GPUs and methods come in the order given. Raises UsageError for a value without rows."""
+    GPUs and variants come in the order given. Raises UsageError for a value without rows."""
     found = list(rows)
     for field, wanted in filters.items():
         there = dict.fromkeys(row[field] for row in found)
         if missing := [wish for wish in wanted if wish not in there]:
             shown = listed(one for one in there if one is not None)
-            flag = _FILTERS[field][0]
+            flag = _FILTERS[field][0].split()[0]
             raise UsageError(f"{flag} {listed(missing)}: no such results; there are {shown}")
         found = [row for row in found if not wanted or row[field] in wanted]
-    for field in ("method", "gpu"):
+    for field in ("variant", "gpu"):
         if wanted := filters.get(field):
             found.sort(key=lambda row: wanted.index(row[field]))
     return found
@@ -167,10 +167,10 @@ def select(rows: Sequence[Row], **filters: Sequence[Any]) -> list[Row]:
 def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
     """Add the flags that choose results to a command."""
     add = parser.add_argument
-    for field, (flag, kind, what) in _FILTERS.items():
+    for field, (flags, kind, what) in _FILTERS.items():
         if field != "recipe" or recipe:
             options = {"type": kind, "metavar": field.upper(), "help": f"{what} (default: all)"}
-            add(flag, dest=field, nargs="+", default=[], **options)
+            add(*flags.split(), dest=field, nargs="+", default=[], **options)
     folder = "default: %(default)s"
     add("--results", type=Path, default=Path("results"), metavar="DIR", help=folder)
 

@@ -118,7 +118,7 @@ class Run:
         if of.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if of.fsdp:
-            distributed.shard(model, separate_norms=of.arm in distributed.HALF_LEVELS)
+            distributed.shard(model, separate_norms=of.precision in distributed.HALF_LEVELS)
         loss_of = squared_error if of.model == "mlp" else F.cross_entropy
         variant = build_variant(of, model, loss_of, self.device)
         if self.world.size > 1 and not of.fsdp:
@@ -134,7 +134,7 @@ class Run:
 
         self.variant = variant = self._start()
         of = self.settings
-        title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
+        title = f"{of.model} {of.variant} {of.repeat + 1}/{of.repeats}"
         hidden = True if self.world.rank else None  # None: hidden unless in a terminal
         bar = tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
         with bar as self._bar, self._profile():
@@ -304,7 +304,7 @@ class Run:
         return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
 
-_IN_RESULT = ("recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat")
+_IN_RESULT = ("recipe", "experiment", "model", "variant", "batch_size", "optimizer", "repeat")
 _NO_CONDITION = {*_IN_RESULT, "repeats", "seed", "iterations", "epochs", "print_freq", "evaluate"}
 _NO_CONDITION |= {"synthetic_size"}
 
@@ -323,10 +323,10 @@ def lr_factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> floa
 
 def suggestion(of: Settings) -> str:
     """What to try after a run of these settings diverged."""
-    if of.arm == "O3":
+    if of.precision == "O3":
         better = "O3 with --keep-batchnorm-fp32 True --loss-scale 128, or O2"
         return f"O3 has no FP32 masters or batch norms and no loss scaling: try {better}"
-    if of.arm in ("O1", "O2", "amp-fp16") and isinstance(of.loss_scale, float):
+    if of.precision in ("O1", "O2", "amp-fp16") and isinstance(of.loss_scale, float):
         return f"a static loss scale of {of.loss_scale:g} skips no step: try --loss-scale dynamic"
     return f"try a lower --lr (now {of.lr:g}), or BF16 if this is FP16"
 
@@ -450,7 +450,7 @@ def train_all(
         # With the time, so that no run replaces another's files.
         length = f"i{of.iterations}" if of.iterations else f"e{of.epochs}"
         when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
-        parts = [of.experiment, of.model, of.method, f"b{of.batch_size}", length, f"r{of.repeat}"]
+        parts = [of.experiment, of.model, of.variant, f"b{of.batch_size}", length, f"r{of.repeat}"]
         name = resume["name"] if resume else file_name("-".join([*parts, when]))
         name = place.world.gather(name)[0]
         data = open_data(of, place.device, place.world.rank, place.world.size)
@@ -471,10 +471,10 @@ def heading(script: Script, todo: Sequence[Settings], device: torch.device, proc
     length = f"{first.iterations} iterations" if first.iterations else f"{first.epochs} epochs"
     where = device_name(device) + f", {processes} processes" * (processes > 1)
     batches = listed(dict.fromkeys(of.batch_size for of in todo))
-    methods = listed(dict.fromkeys(of.method for of in todo))
+    variants = listed(dict.fromkeys(of.variant for of in todo))
     text = (
         f"{script.title}\n{first.model} on {first.data}, batch {batches}, {length}, "
-        f"{first.optimizer} at {first.lr:g}; {methods}.\nOn {where}, torch {torch.__version__}."
+        f"{first.optimizer} at {first.lr:g}; {variants}.\nOn {where}, torch {torch.__version__}."
     )
     small = "\nNo GPU: sizes are those for a CPU, unless flags set them."
     return text + small if device.type == "cpu" else text
@@ -482,7 +482,7 @@ def heading(script: Script, todo: Sequence[Settings], device: torch.device, proc
 
 def line(result: Result, repeats: int = 1) -> str:
     """One run of `repeats` as one line."""
-    name = f"{result['model']} {result['method']} batch {result['batch_size']}"
+    name = f"{result['model']} {result['variant']} batch {result['batch_size']}"
     name += f", {result['repeat'] + 1} of {repeats}" if repeats > 1 else ""
     if why := result["diverged"]:
         return (
@@ -496,11 +496,13 @@ def line(result: Result, repeats: int = 1) -> str:
 _FIGURES = {"images_per_s": "{:,.1f} images/s", "loss_last": "loss {:.4f}"}
 _FIGURES |= {"test_loss": "test loss {:.4f}", "accuracy_pct": "test accuracy {:.1f}%"}
 _FIGURES |= {"skipped_steps": "{} steps skipped"}
-_COLUMNS = ("method", "batch size", "step, ms", "images/s", "memory, MB", "loss last")
+_COLUMNS = ("variant", "batch size", "step, ms", "images/s", "memory, MB", "loss last")
 _COLUMNS += ("accuracy, %", "skipped", "scale", "outcome")
 
 
 def table(rows: Sequence[Row], columns: Sequence[str] = _COLUMNS) -> str:
-    """The `rows` of a command, with explanations of their methods."""
-    meanings = {f"{row['method']}: {VARIANTS[row['conditions']['arm']]}": None for row in rows}
+    """The `rows` of a command, with explanations of their variants."""
+    meanings = {
+        f"{row['variant']}: {VARIANTS[row['conditions']['precision']]}": None for row in rows
+    }
     return "\n".join(["", make_table.table(rows, columns), "", *meanings])

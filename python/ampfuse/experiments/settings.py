@@ -60,9 +60,10 @@ def option(default: Any, help: str = "", *names: str, **kind: Any) -> Any:
 class Settings:
     """One run: one variant, one batch size, one repeat.
 
-    `recipe` is None if these settings were not published together; `method` is the arm's name in
-    tables. `loss_scale` is a number, "dynamic", or None for the arm's default. `mean` and `std` of
-    the pixels are shares of 255 (default: the data set's). `clip` is a norm, `schedule` one of
+    `recipe` is None if these settings were not published together. `variant` is the name in tables,
+    `precision` one of :data:`VARIANTS`; they differ for the published names FP32, FP16 and amp.
+    `loss_scale` is a number, "dynamic", or None for the variant's default. `mean` and `std` of the
+    pixels are shares of 255 (default: the data set's). `clip` is a norm, `schedule` one of
     :func:`run.lr_factor`, and `warmup` a share of the run.
     """
 
@@ -70,8 +71,8 @@ class Settings:
     recipe: str | None = None
     model: str
     data: str = "synthetic"
-    arm: str = "fp32"
-    method: str = "fp32"
+    precision: str = "fp32"
+    variant: str = "fp32"
     repeat: int = 0
     loss_scale: float | str | None = None
     growth_interval: int = 2000
@@ -113,7 +114,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The published settings of one experiment, or a function of (variant, flags).
+    """The published settings of one experiment, or a function of (precision, flags).
 
     `cpu` makes a run of seconds to minutes without a GPU. `ours` names the settings that the
     write-up does not mention.
@@ -161,10 +162,10 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     add("folder", nargs="?", metavar="DATA", help="the same as --data")
     add("--download", **_ON, help="create the folder of --data, download MNIST or CIFAR-10")
     variants = "one or several, or all (default: FP32 and O2, or O5 on a CPU)"
-    add("--arm", nargs="+", choices=(*VARIANTS, "all"), metavar="ARM", help=variants)
+    add("--variant", nargs="+", choices=(*VARIANTS, "all"), metavar="NAME", help=variants)
     modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
     add("--mode", choices=tuple(_MODES), help=modes)
-    add("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --arm O1")
+    add("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O1")
     add("--fp16", **_ON, help="E4's name for O2 with a static scale")
     add("--loss-scale", type=scale, metavar="N|dynamic", help="for variants that scale the loss")
     add("--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N")
@@ -174,7 +175,7 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     add("--resume", type=Path, metavar="FILE", help="continue from a checkpoint (.pt)")
     add("--checkpoints", **_ON, help="save one at the end of each epoch")
     add("--prof", type=int, default=0, metavar="N", help="profile N steps and write a trace")
-    add = parser.add_argument_group("how to train, the same for every arm").add_argument
+    add = parser.add_argument_group("how to train, the same for every variant").add_argument
     for name, field in FIELDS.items():
         if field.metadata and (script.distributed or name not in ("sync_bn", "fsdp")):
             flag, kind = name.replace("_", "-"), dict(field.metadata)
@@ -189,7 +190,7 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
         ("the data", ["data", "folder"]),
         ("the length", ["epochs", "iterations"]),
         ("the loss scale", ["loss_scale", "static_loss_scale"]),
-        ("the arm", ["arm", *others]),
+        ("the variant", ["variant", *others]),
     ):
         if len(given := [name for name in names if getattr(args, name)]) > 1:
             flags = " and ".join(f"--{name}" for name in given).replace("_", "-")
@@ -210,7 +211,7 @@ def runs_of(args: argparse.Namespace, script: Script, device: torch.device) -> l
     recipes = [recipe for recipe in script.recipes if args.recipe in (None, recipe.name)]
     recipe = next((recipe for recipe in recipes if args.model in recipe.models), recipes[0])
     model = args.model or recipe.models[0]
-    variants, method, loss_scale = _precision(args, device)
+    precisions, name, loss_scale = _precision(args, device)
     flags = {n: v for n, v in vars(args).items() if n in FIELDS and v is not None}
     flags |= {"data": data, "experiment": script.name, "model": model, "loss_scale": loss_scale}
     flags["recipe"] = recipe.name if model in recipe.models else None
@@ -218,8 +219,10 @@ def runs_of(args: argparse.Namespace, script: Script, device: torch.device) -> l
     runs: list[Settings] = []
     for size in dict.fromkeys(flags.pop("batch_size", [None])):
         flags |= {"batch_size": size} if size else {}
-        of_variant = [flags | {"arm": variant, "method": method or variant} for variant in variants]
-        of_size = [_resolved(recipe, one, device) for one in of_variant]
+        variants = [
+            {"precision": precision, "variant": name or precision} for precision in precisions
+        ]
+        of_size = [_resolved(recipe, flags | variant, device) for variant in variants]
         # Variants take turns, so that other load of the machine affects all of them alike.
         repeats = range(of_size[0].repeats)
         runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
@@ -229,22 +232,22 @@ def runs_of(args: argparse.Namespace, script: Script, device: torch.device) -> l
 def _precision(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[list[str], str | None, float | str | None]:
-    """Variants, method and loss scale, from our flags or those of the published scripts."""
+    """Precisions, published name and loss scale, from our flags or the published scripts'."""
     loss_scale = args.loss_scale or args.static_loss_scale
     if args.mode:
-        variant = args.opt_level or _MODES[args.mode]
-        return [variant], args.mode, loss_scale or (128.0 if args.mode == "FP16" else None)
+        precision = args.opt_level or _MODES[args.mode]
+        return [precision], args.mode, loss_scale or (128.0 if args.mode == "FP16" else None)
     if args.fp16:
         return ["O2"], "fp16", loss_scale or 1.0
-    variants = args.arm or ([args.opt_level] if args.opt_level else ["fp32"])
+    found = args.variant or ([args.opt_level] if args.opt_level else ["fp32"])
     # The FP32 line of E4 has a static scale, but no --fp16.
-    if not (args.arm or args.opt_level or args.static_loss_scale):
-        variants.append("O2" if device.type == "cuda" else "O5")
-    if "all" in variants:
-        variants = [variant for variant in VARIANTS if variant != "tf32" or has_tf32(device)]
-    if "tf32" in variants and not has_tf32(device):
-        raise UsageError("--arm tf32: TF32 needs a GPU of sm_80 (Ampere) or later")
-    return list(dict.fromkeys(variants)), None, loss_scale
+    if not (args.variant or args.opt_level or args.static_loss_scale):
+        found.append("O2" if device.type == "cuda" else "O5")
+    if "all" in found:
+        found = [precision for precision in VARIANTS if precision != "tf32" or has_tf32(device)]
+    if "tf32" in found and not has_tf32(device):
+        raise UsageError("--variant tf32: TF32 needs a GPU of sm_80 (Ampere) or later")
+    return list(dict.fromkeys(found)), None, loss_scale
 
 
 def has_tf32(device: torch.device) -> bool:
@@ -253,8 +256,8 @@ def has_tf32(device: torch.device) -> bool:
 
 def _resolved(recipe: Recipe, flags: Mapping[str, Any], device: torch.device) -> Settings:
     """The settings of the recipe, changed for a CPU and then by `flags`."""
-    variant, made_up = flags["arm"], flags["data"] in MADE_UP
-    published = recipe.settings(variant, flags) if callable(recipe.settings) else recipe.settings
+    precision, made_up = flags["precision"], flags["data"] in MADE_UP
+    published = recipe.settings(precision, flags) if callable(recipe.settings) else recipe.settings
     cpu = {"print_freq": 5, **recipe.cpu} if device.type == "cpu" else {}
     settings: dict[str, Any] = {}
     for layer in (published, cpu, flags):
@@ -269,12 +272,12 @@ def _resolved(recipe: Recipe, flags: Mapping[str, Any], device: torch.device) ->
         settings["cudnn_benchmark"] = False
     # Noise for a few steps is enough.
     settings.setdefault("synthetic_size", max(2048, 4 * settings["batch_size"]))
-    if variant not in ("amp-fp16", *LEVELS[1:]):
+    if precision not in ("amp-fp16", *LEVELS[1:]):
         settings["loss_scale"] = None
-    if variant not in HALF_LEVELS:
+    if precision not in HALF_LEVELS:
         settings["keep_batchnorm_fp32"] = None
-    if variant not in LEVELS or "fuse" not in flags:
-        separate_norms = settings.get("fsdp") and variant in HALF_LEVELS
+    if precision not in LEVELS or "fuse" not in flags:
+        separate_norms = settings.get("fsdp") and precision in HALF_LEVELS
         nhwc = settings.get("channels_last", True)
-        settings["fuse"] = variant in _FUSED and nhwc and not separate_norms
+        settings["fuse"] = precision in _FUSED and nhwc and not separate_norms
     return Settings(**settings)

@@ -46,12 +46,12 @@ def update(moments: Tensor, step: int) -> Tensor:
 
 
 def theirs(moments: Tensor, block: int) -> Tensor:
-    """Through bitsandbytes' codes."""
+    """The moments, quantized by bitsandbytes and read back."""
     from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, quantize_blockwise
 
     maps = map(create_dynamic_map, (True, False))  # signed or not
-    codes = map(partial(quantize_blockwise, blocksize=block), moments.float(), maps)
-    return torch.stack([dequantize_blockwise(*code).double() for code in codes])
+    quantized = map(partial(quantize_blockwise, blocksize=block), moments.float(), maps)
+    return torch.stack([dequantize_blockwise(*values).double() for values in quantized])
 
 
 def ours(start: Tensor, gradients: Tensor, **options: Any) -> Tensor:
@@ -68,7 +68,7 @@ def ours(start: Tensor, gradients: Tensor, **options: Any) -> Tensor:
     return -weight.detach().double()
 
 
-def measure_codes(cases: Mapping[str, Tensor]) -> None:
+def measure_quantization(cases: Mapping[str, Tensor]) -> None:
     """Writes results/quantization_error.csv, of gradients [200, n] by name."""
     rows: list[dict[str, Any]] = []
     for (name, gradients), steps in product(cases.items(), _STEPS):
