@@ -47,7 +47,7 @@ from report import markdown
 from torch import Tensor, nn
 
 from ampfuse import amp, optim
-from ampfuse.experiments.run import lr_factor
+from ampfuse.experiments.training import lr_factor
 from ampfuse.experiments.variants import squared_error
 
 CPU = torch.device("cpu")

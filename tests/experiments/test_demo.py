@@ -14,8 +14,8 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from ampfuse.__main__ import main
-from ampfuse.experiments.run import Run
 from ampfuse.experiments.settings import LEVELS, VARIANTS
+from ampfuse.experiments.training import Run
 from ampfuse.measuring import tensor_memory
 
 EPOCHS, BATCH_SIZE = 2, 256

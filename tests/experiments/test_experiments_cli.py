@@ -11,8 +11,8 @@ pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 
 from ampfuse.experiments import SCRIPTS, results
-from ampfuse.experiments.run import lr_factor
 from ampfuse.experiments.settings import VARIANTS, Settings, parse, runs_of
+from ampfuse.experiments.training import lr_factor
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MODULES = {name: importlib.import_module(f"ampfuse.experiments.{name}") for name in SCRIPTS}

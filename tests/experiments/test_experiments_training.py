@@ -19,12 +19,11 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 from ampfuse._core import EXTENSION as _C
-from ampfuse.experiments import cifar, mlp
-from ampfuse.experiments import run as of_run
+from ampfuse.experiments import cifar, mlp, training
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.results import rows_of
-from ampfuse.experiments.run import Diverged, Place, Record, Run, load_checkpoint, suggestion
 from ampfuse.experiments.settings import VARIANTS, Settings
+from ampfuse.experiments.training import Diverged, Place, Record, Run, load_checkpoint, suggestion
 from ampfuse.experiments.variants import build_variant
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory
@@ -299,8 +298,8 @@ def test_a_run_without_timed_steps():
     run.record.step_ms = []
     result = run.result()
     assert result["time_s"] is None
-    assert of_run.line(result).startswith("wrn10_1 O2 batch 64: loss ")
-    assert "| O2" in of_run.table(rows_of([result]))
+    assert training.line(result).startswith("wrn10_1 O2 batch 64: loss ")
+    assert "| O2" in training.table(rows_of([result]))
 
 
 def test_memory_of_a_run_is_its_own():

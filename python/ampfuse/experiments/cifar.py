@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ampfuse.experiments.run import sweep
 from ampfuse.experiments.settings import Recipe, Script
+from ampfuse.experiments.training import sweep
 
 _SGD = {"optimizer": "sgd", "momentum": 0.9}
 _HALF = (0.5, 0.5, 0.5)

@@ -18,8 +18,8 @@ from ampfuse.command_line import at_least, check_installed, check_writable, run_
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_plot, make_table
 from ampfuse.experiments.results import rows_of
-from ampfuse.experiments.run import Place, table, train_all
 from ampfuse.experiments.settings import LEVELS, Settings, has_tf32
+from ampfuse.experiments.training import Place, table, train_all
 
 _COLUMNS = ("variant", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
 

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ampfuse.experiments.run import sweep
 from ampfuse.experiments.settings import Recipe, Script
+from ampfuse.experiments.training import sweep
 
 
 def _e4(precision: str, flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from ampfuse.command_line import UsageError, check_installed, check_writable, run_alone
 from ampfuse.experiments import results
 from ampfuse.experiments.results import EXPERIMENTS, Row, file_name, listed
-from ampfuse.files import atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,7 +80,7 @@ def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
         for path, figure in zip(paths, figures.values(), strict=True):
             buffer = io.BytesIO()  # the PNG writer seeks
             figure.savefig(buffer, dpi=150)
-            stack.enter_context(atomic(path)).write(buffer.getvalue())
+            stack.enter_context(results.atomic(path)).write(buffer.getvalue())
     return paths
 
 

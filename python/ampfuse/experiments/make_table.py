@@ -24,7 +24,6 @@ from pathlib import Path
 from ampfuse.command_line import UsageError, check_writable, run_alone
 from ampfuse.experiments import results
 from ampfuse.experiments.results import RECIPES, Row
-from ampfuse.files import atomic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +149,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
-    with atomic(path) as file:
+    with results.atomic(path) as file:
         file.write(text.getvalue().encode())
 
 

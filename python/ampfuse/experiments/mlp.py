@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import sys
 
-from ampfuse.experiments.run import sweep
 from ampfuse.experiments.settings import Recipe, Script
+from ampfuse.experiments.training import sweep
 
 E5 = Recipe(
     name="e5",

@@ -9,14 +9,16 @@ common, and ``runs`` their result files. Diverged runs only count for memory.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
+import os
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ampfuse.command_line import UsageError
 
@@ -178,6 +180,29 @@ def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
 def chosen(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
     """The `rows` that fit the flags of :func:`add_selection`."""
     return select(rows, **{field: getattr(args, field, []) for field in _FILTERS})
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which replaces `path` at the end of the block unless that fails. Errors are
+    an OSError that names `path`."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        # If the disk is full, torch.save raises an error of its own, with the cause as its context.
+        for cause in (error, error.__context__):
+            if isinstance(cause, OSError) and cause.strerror:
+                raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise
 
 
 def file_name(text: str) -> str:

@@ -64,7 +64,7 @@ class Settings:
     `precision` one of :data:`VARIANTS`; they differ for the published names FP32, FP16 and amp.
     `loss_scale` is a number, "dynamic", or None for the variant's default. `mean` and `std` of the
     pixels are shares of 255 (default: the data set's). `clip` is a norm, `schedule` one of
-    :func:`run.lr_factor`, and `warmup` a share of the run.
+    :func:`training.lr_factor`, and `warmup` a share of the run.
     """
 
     experiment: str

@@ -31,10 +31,9 @@ from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import distributed, make_table, models
 from ampfuse.experiments.data import Data, open_data
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.results import FORMAT, Result, Row, file_name, listed, rows_of
+from ampfuse.experiments.results import FORMAT, Result, Row, atomic, file_name, listed, rows_of
 from ampfuse.experiments.settings import MADE_UP, VARIANTS, Script, Settings, parse, runs_of
 from ampfuse.experiments.variants import Variant, build_variant, squared_error
-from ampfuse.files import atomic
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, StepClock, tensor_memory
 
