@@ -19,7 +19,7 @@ train() {
     --repeats "${REPEATS:-5}" --output "$RESULTS"
 }
 
-train cifar --recipe e1 --batch-size 32 64 128 --no-evaluate
+train cifar --recipe e1 --batch-size 32 64 128 --evaluate False
 train cifar --recipe e2
 train imagenet --recipe e4 --model resnet18
 train mlp --recipe e5

@@ -161,7 +161,7 @@ experiments() {
   local status=0 options
   while read -r -a options; do
     "$PYTHON" -m ampfuse train "${options[@]}" --variant fp32 amp-fp16 amp-bf16 O2 O5 --repeats 2 \
-      --no-evaluate --data synthetic --output "$RESULTS/experiments" </dev/null || status=1
+      --evaluate False --data synthetic --output "$RESULTS/experiments" </dev/null || status=1
   done <<<"cifar --recipe e1 --batch-size 128 1024
 mlp --recipe e5
 mnist --recipe e5 --epochs 1 --graph

@@ -255,7 +255,7 @@ TEXTS = {
     "e1_vgg16_cifar10": [],
     "e2_levels": [
         r"O3 at lr 60: diverged",
-        r"suggestion .*--keep-batchnorm-fp32 True",
+        r"O3 has neither FP32 masters nor a loss scale",
         r"O2 at lr 0.1: did not diverge",
     ],
     "e5_native_amp": [

@@ -60,8 +60,8 @@ def line(tmp_path_factory) -> str:
     data_files.write_imagenet(folder, each=32, test_each=4)
     extra = folder / "val" / "n01" / "more.png"
     extra.write_bytes((folder / "val" / "n01" / "000.png").read_bytes())
-    line = f"--data {folder} --model resnet18 --image-size 16 -b 8 -j 0 --lr 1e-3 --evaluate"
-    line += " --optimizer adamw --GPU here --device cpu --no-fuse --no-channels-last"
+    line = f"--data {folder} --model resnet18 --image-size 16 -b 8 -j 0 --lr 1e-3 --evaluate True"
+    line += " --optimizer adamw --GPU here --device cpu --fuse False --channels-last False"
     return f"{line} --checkpoints"
 
 
@@ -149,7 +149,7 @@ def test_goes_on_with_the_same_bits(way, trained):
 
 def test_what_does_not_go_together_is_said(trained, line, tmp_path, capsys):
     for error in trained.errors:
-        assert "imagenet: error: --fsdp --fuse: at O2 batch norms are sharded" in error
+        assert "imagenet: error: --fsdp --fuse: batch norms among half weights are sharded" in error
     for flag, said in (("--fsdp", "needs several processes"), ("--sync_bn", "only between GPUs")):
         assert imagenet.main(f"{line} {flag} --iterations 1 -o {tmp_path}".split()) == 2
         assert flag in (error := capsys.readouterr().err)
@@ -160,7 +160,6 @@ def test_other_scripts_train_in_one_process(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cifar.main(["--data", "synthetic", "--device", "cpu", "-o", str(tmp_path)]) == 2
     assert "cifar trains in one process" in capsys.readouterr().err
-    assert imagenet.SCRIPT.distributed
 
 
 @pytest.mark.parametrize("error", [None, KeyError("in the block")])

@@ -6,7 +6,7 @@ from importlib import resources
 
 import pytest
 
-from ampfuse.experiments import make_plot, make_table, results
+from ampfuse.experiments import make_table, results
 from experiment_results import ResultFolder, divergence
 
 # Column of the published CSVs, by the header of the table.
@@ -79,7 +79,7 @@ def test_e1_has_means_and_deviations_of_own_runs(folder, capsys):
     assert len(rows) == 46
     (row,) = own(rows)
     expected = {
-        **{"source": "measured here", "GPU": "T4 (Tesla T4)", "variant": "FP16", "n": "3"},
+        **{"source": "measured here", "GPU": "T4", "variant": "FP16", "n": "3"},
         **{"batch size": "128", "iterations": "100", "accuracy, %": "41 ± 1", "time, s": "6 ± 1"},
         **{"memory, MB": "1401 ± 1", "note": "re-enactment; synthetic data"},
     }
@@ -144,7 +144,7 @@ def test_without_results_of_the_recipe_published_rows_are_printed(others, folder
         ("--epochs 2 --model vgg16", [2]),
     ],
 )
-def test_tables_and_figures_choose_the_same_runs(flags, chosen, folder):
+def test_the_runs_that_tables_and_figures_choose(flags, chosen, folder):
     folder.add()
     folder.add(batch_size=256, epochs=2.0)
     folder.add(precision="O2", variant="FP16")
@@ -154,13 +154,9 @@ def test_tables_and_figures_choose_the_same_runs(flags, chosen, folder):
     folder.add(recipe=None, batch_size=512)  # of no recipe
     folder.add(recipe="e2", model="wrn28_10")
 
-    def rows(command, of, *words):
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        return of(parser.parse_args([*words, *flags.split()]))
-
-    own = rows(make_table, make_table._own_rows, "e1")
-    assert own == rows(make_plot, make_plot._rows, "--recipe", "e1")
+    parser = argparse.ArgumentParser()
+    results.add_selection(parser, recipe=True)
+    own = results.chosen(results.measured(), parser.parse_args(["--recipe", "e1", *flags.split()]))
     assert [int(row["runs"][0]["finished"][17:19]) for row in own] == chosen
 
 

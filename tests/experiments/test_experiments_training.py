@@ -5,8 +5,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ from ampfuse.experiments import cifar, mlp, training
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.settings import VARIANTS, Settings
-from ampfuse.experiments.training import Diverged, Place, Record, Run, load_checkpoint, suggestion
+from ampfuse.experiments.training import Diverged, Place, Record, Run, load_checkpoint
 from ampfuse.experiments.variants import build_variant
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory
@@ -181,9 +179,8 @@ def test_a_resumed_run_has_the_same_bits(variant, stop_at, tmp_path):
 SMALL = "--data digits -b 64 --image-size 16 --variant O5 fp32 --repeats 1 --iterations 2"
 
 
-@pytest.mark.parametrize("checkpoints", [True, False])
-def test_an_interrupted_command_says_what_is_there(checkpoints, tmp_path, capsys, monkeypatch):
-    line = [*SMALL.split(), *["--checkpoints"] * checkpoints, "-o", str(tmp_path)]
+def test_an_interrupted_command_goes_on_from_its_checkpoint(tmp_path, capsys, monkeypatch):
+    line = [*SMALL.split(), "--checkpoints", "-o", str(tmp_path)]
     train = Run.train
 
     def interrupted(run: Run) -> None:
@@ -193,23 +190,15 @@ def test_an_interrupted_command_says_what_is_there(checkpoints, tmp_path, capsys
 
     monkeypatch.setattr(Run, "train", interrupted)
     assert mlp.main(line) == 130
-    printed = capsys.readouterr()
-    assert "Interrupted; finished runs have saved their results" in printed.err
+    assert "Interrupted; finished runs have saved their results" in capsys.readouterr().err
 
     def variants():
         return {json.loads(path.read_text())["variant"] for path in tmp_path.rglob("*.json")}
 
     assert variants() == {"O5"}
-    if not checkpoints:
-        said = "With --checkpoints, an interrupted run can be continued."
-        assert said in printed.out
-        return
-    # It prints the line that continues from the last checkpoint.
     monkeypatch.setattr(Run, "train", train)
-    words = re.search(r"To continue: python -m ampfuse.experiments.mlp (.+)", printed.out)[1]
-    again = shlex.split(words)
-    assert again[:-2] == line
-    assert mlp.main(again) == 0
+    (checkpoint,) = tmp_path.rglob("*-fp32-*.pt")
+    assert mlp.main([*line, "--resume", str(checkpoint)]) == 0
     assert variants() == {"O5", "fp32"}
 
 
@@ -228,42 +217,28 @@ def test_a_divergence_of_o3_says_what_to_do(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "O3 batch 32 diverged in step" in printed
     assert "Loss scale: 1." in printed
-    assert "--keep-batchnorm-fp32 True --loss-scale 128" in printed
     assert "amp.explain_overflow(model)" in printed
     texts = [path.read_text() for path in tmp_path.rglob("*.json")]
     results = [json.loads(text, parse_constant=pytest.fail) for text in texts]  # no NaN
     (o3,) = [result for result in results if result["conditions"]["precision"] == "O3"]
-    assert o3["diverged"].keys() == {"step", "reason", "suggestion"}
+    assert o3["diverged"].keys() == {"step", "reason"}
 
 
 @pytest.mark.parametrize(
-    ("losses", "scale", "skipped", "said", "step"),
+    ("losses", "scale", "skipped", "said"),
     [
-        ([1.0, 1.0, math.inf], 2.0, [0, 0, 1], None, 0),  # a bad batch is skipped
-        ([math.inf] * 3, 2.0, [1] * 3, "loss became inf", 1),
-        ([1.0] * 20, 2.0, [1] * 20, None, 0),  # still searching
-        ([1.0] * 20, 0.5, [1] * 20, "every step overflows", 1),
-        ([1.0, 1.0, math.nan, math.inf, math.nan], 1.0, [0] * 5, "loss became nan", 3),
+        ([1.0, 1.0, math.inf], 2.0, [0, 0, 1], None),  # a bad batch is skipped
+        ([math.inf] * 3, 2.0, [1] * 3, "loss became inf"),
+        ([1.0] * 20, 2.0, [1] * 20, None),  # still searching
+        ([1.0] * 20, 0.5, [1] * 20, "every step overflows"),
+        ([1.0, 1.0, math.nan, math.inf, math.nan], 1.0, [0] * 5, "loss became nan"),
     ],
 )
-def test_when_a_run_has_diverged(losses, scale, skipped, said, step):
+def test_when_a_run_has_diverged(losses, scale, skipped, said):
     run = run_of(BASE)
     run.step, run.record = len(losses), Record(losses=losses)
-    with pytest.raises(Diverged, match=said) if said else contextlib.nullcontext() as caught:
+    with pytest.raises(Diverged, match=said) if said else contextlib.nullcontext():
         run._check([scale] * len(losses), skipped)
-    assert said is None or caught.value.step == step
-
-
-@pytest.mark.parametrize(
-    ("variant", "scale", "said"),
-    [
-        ("O2", 128.0, "try --loss-scale dynamic"),
-        ("O2", None, "or BF16"),
-        ("fp32", None, "try a lower --lr"),
-    ],
-)
-def test_suggestions(variant, scale, said):
-    assert said in suggestion(dataclasses.replace(BASE, precision=variant, loss_scale=scale))
 
 
 def test_prof_writes_a_trace(tmp_path):
@@ -333,7 +308,7 @@ def test_captured_steps_train_like_eager_ones(variant, optimizer, monkeypatch):
         },
         **{"image_size": 28, "synthetic_size": 256, "batch_size": 32},
         **{"lr": 1e-3, "schedule": "linear", "iterations": 20},
-        **{"evaluate": False, "print_freq": 6, "cudnn_benchmark": False, "deterministic": True},
+        **{"evaluate": False, "print_freq": 6, "deterministic": True},
     )
     device, runs = torch.device("cuda", 0), []
     for graph in (False, True):

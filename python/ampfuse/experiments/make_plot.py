@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import io
 import itertools
@@ -74,81 +73,47 @@ def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
 
 
 def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
-    """Write `figures` into `folder` as PNG: all of them, or none if that fails."""
+    """Write `figures` into `folder` as PNG."""
     paths = [folder / f"{name}.png" for name in figures]
-    with contextlib.ExitStack() as stack:
-        for path, figure in zip(paths, figures.values(), strict=True):
-            buffer = io.BytesIO()  # the PNG writer seeks
-            figure.savefig(buffer, dpi=150)
-            stack.enter_context(results.atomic(path)).write(buffer.getvalue())
+    for path, figure in zip(paths, figures.values(), strict=True):
+        figure.savefig(buffer := io.BytesIO(), dpi=150)  # the PNG writer seeks
+        results.write(path, buffer.getvalue())
     return paths
-
-
-# ---- lines ---------------------------------------------------------------------------------------
-
-Lines = dict[tuple[str, str], list[Row]]
-
-# Only variants with the same values of these are comparable. The usual values are not named.
-_COMPARABLE = {"data": None, "kind": None, "image_size": None, "augment": None, "shuffle": None}
-_COMPARABLE |= {"world_size": 1, "loader": "resident", "channels_last": True}
-_COMPARABLE |= {"cudnn_benchmark": True, "graph": False, "deterministic": False}
-
-
-def lines(rows: Sequence[Row]) -> Lines:
-    """The rows of each line by GPU and name: the variant, and the conditions in which it differs
-    from other lines. `rows` are of one model."""
-    if len(models := _distinct(row["model"] for row in rows)) > 1:
-        raise UsageError(f"results of {', '.join(models)}: choose one model with --model")
-    parts: dict[tuple[str, ...], list[Row]] = {}
-    compared = [name for name in _COMPARABLE if _varies(rows, name)]
-    for row in rows:
-        names = list(compared)
-        # Conditions that follow the batch size (such as lr) make no line of their own.
-        of_variant = [r for r in rows if all(r[n] == row[n] for n in ("source", "gpu", "variant"))]
-        for size in {r["batch_size"] for r in of_variant}:
-            of_size = [r for r in of_variant if r["batch_size"] == size]
-            names += [name for name in row["conditions"] if _varies(of_size, name)]
-        found = {name: row["conditions"].get(name) for name in names}
-        words = [
-            name if value is True else f"{name} {value}"
-            for name, value in found.items()
-            if value not in (None, _COMPARABLE.get(name))
-        ]
-        parts.setdefault((row["source"], row["gpu"], row["variant"], *words), []).append(row)
-    several_sources = len({row["source"] for row in rows}) > 1
-    several_lengths = len({_length(members) for members in parts.values()}) > 1
-    found = {}
-    for (source, gpu, variant, *words), members in parts.items():
-        words += [source] * several_sources + [_length(members)] * several_lengths
-        name = f"{variant} ({', '.join(words)})" if words else variant
-        found[gpu, name] = sorted(members, key=lambda row: row["batch_size"])
-    return found
-
-
-def _length(rows: Sequence[Row]) -> str:
-    """The length that all runs of a line have: "100 iterations", or else "2 epochs"."""
-    lengths = []
-    for unit in ("iterations", "epochs"):
-        numbers = sorted({row[unit] for row in rows} - {None})
-        lengths.append(f"{listed(numbers)} {unit}")
-        if len(numbers) == 1:
-            return lengths[-1]
-    first = rows[0]
-    raise UsageError(
-        f"{first['gpu']} {first['variant']} of {first['model']}: runs of different length "
-        f"({'; '.join(lengths)}) cannot be one line: choose with --iteration N or --epochs N"
-    )
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _varies(rows: Sequence[Row], name: str) -> bool:
-    return len({str(row["conditions"].get(name)) for row in rows}) > 1
+Lines = dict[tuple[str, str], list[Row]]
 
 
-# ---- figures -------------------------------------------------------------------------------------
+def lines(rows: Sequence[Row]) -> Lines:
+    """The rows of each line by GPU and name: the variant, and the conditions in which its rows of
+    one batch size differ."""
+    found: Lines = {}
+    for row in rows:
+        same = ("gpu", "variant", "batch_size")
+        twins = [other for other in rows if all(other[name] == row[name] for name in same)]
+        facts = [{"source": twin["source"], **twin["conditions"]} for twin in twins]
+        mine = {"source": row["source"], **row["conditions"]}
+        differing = [
+            name for name in mine if len({str(one[name]) for one in facts if name in one}) > 1
+        ]
+        words = ", ".join(f"{name} {mine[name]}" for name in differing)
+        name = f"{row['variant']} ({words})" if words else row["variant"]
+        found.setdefault((row["gpu"], name), []).append(row)
+    return found
+
+
+def _length(rows: Sequence[Row]) -> str:
+    """The length that all runs have: "100 iterations", or else "2 epochs"."""
+    for unit in ("iterations", "epochs"):
+        if len(numbers := {row[unit] for row in rows}) == 1:
+            return f"{listed(numbers)} {unit}"
+    what = f"results of {rows[0]['model']} have different lengths"
+    raise UsageError(f"{what}: choose with --iteration N or --epochs N")
+
 
 _KINDS = {"time": ("time_s", "training time", "s"), "memory": ("memory_mb", "device memory", "MB")}
 _DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3)), (0, (8, 2, 2, 2)))
@@ -164,25 +129,17 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     from matplotlib.figure import Figure
 
     column, what, unit = _KINDS[kind]
-    rows = [row for row in rows if row["batch_size"]]
-    batches = sorted({row["batch_size"] for row in rows if row[f"{column}_mean"]})
-    if not batches:
+    if not (rows := [row for row in rows if row["batch_size"] and row[f"{column}_mean"]]):
         return None
-    found = lines([row for row in rows if row[f"{column}_mean"] or row["diverged"]])
-    gpus, names = (_distinct(part) for part in zip(*found, strict=True))
-    lengths = _distinct(map(_length, found.values()))
-    if kind == "time" and len(lengths) == 1:
-        what += f" of {lengths[0]}"
-    if kind == "memory" and {row["memory_kind"] for row in rows} == {"process RSS"}:
+    batches = sorted({row["batch_size"] for row in rows})
+    what += f" of {_length(rows)}" if kind == "time" else ""
+    if {row["memory_kind"] for row in rows} == {"process RSS"} and kind == "memory":
         what = "memory of the process"
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
     are_bars = len(batches) == 1
-    _draw(axes, found, column, are_bars=are_bars, std=std)
-    if are_bars:
-        axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 6 else 0, fontsize=8)
-        axes.set_xlim(-0.6, len(names) - 0.4)  # also where the only run diverged
-    else:
+    _draw(axes, lines(rows), column, are_bars=are_bars, std=std)
+    if not are_bars:
         axes.set(xscale="log", xlabel="batch size")
         axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
         axes.minorticks_off()
@@ -193,15 +150,12 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)  # room for the marker and cap at the top
     title = f"{_title_of(rows)}: {what}" + f", batch size {batches[0]}" * are_bars
     figure.suptitle(textwrap.fill(title + ", mean ± standard deviation" * std, 90), fontsize=10)
-    if are_bars and len(gpus) == 1:
-        figure.supxlabel(textwrap.fill(gpus[0], 80), fontsize=8)
-    else:  # one GPU is the title of the legend
-        by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        look = {"loc": "outside right center", "frameon": False, "handlelength": 3.6, "fontsize": 7}
-        if len(gpus) == 1:
-            look |= {"title": textwrap.fill(gpus[0], 28), "title_fontsize": 7}
-        labels = [textwrap.fill(label, 28) for label in by_label]
-        figure.legend(by_label.values(), labels, **look)
+    by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    labels = [textwrap.fill(label, 28) for label in by_label]
+    look = {"loc": "outside right center", "frameon": False, "handlelength": 3.6, "fontsize": 7}
+    if len(gpus := {row["gpu"] for row in rows}) == 1 and not are_bars:
+        look |= {"title": textwrap.fill(*gpus, 28), "title_fontsize": 7}
+    figure.legend(by_label.values(), labels, **look)
     return figure
 
 
@@ -211,31 +165,27 @@ def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -
     gpus, names = (_distinct(part) for part in zip(*found, strict=True))
     width = 0.8 / len(gpus)
     for (gpu, name), members in found.items():
-        at = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4
-        points = []
-        for row in members:
-            place = at if are_bars else row["batch_size"]
-            if row[f"{column}_mean"]:
-                points.append((place, row[f"{column}_mean"], row[f"{column}_std"] or 0.0))
-            else:
-                text = f"  {row['variant']} diverged"
-                axes.text(place, 0, text, rotation=90, va="bottom", fontsize=6.5)
-        if not points:
-            continue
-        x, y, errors = zip(*points, strict=True)
+        x, y, errors = zip(
+            *sorted(
+                (r["batch_size"], r[f"{column}_mean"], r[f"{column}_std"] or 0) for r in members
+            ),
+            strict=True,
+        )
         color = f"C{(gpus.index(gpu) if len(gpus) > 1 else names.index(name)) % 10}"
         look = {"yerr": errors if std else None, "capsize": 2, "color": color}
         if are_bars:  # the axis names the variant, the legend the GPU
-            axes.bar(x, y, width, label=gpu, **look)
+            place = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4
+            axes.bar(place, y, width, label=gpu, **look)
         else:
             look |= {"linestyle": _DASHES[names.index(name) % len(_DASHES)], "marker": "."}
             axes.errorbar(x, y, label=name if len(gpus) == 1 else f"{gpu} {name}", **look)
+    if are_bars:
+        axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 6 else 0, fontsize=8)
 
 
-_MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "wrn16_4": "WRN-16-4", "mlp": "MLP"}
-_MODELS |= {"resnet18": "ResNet-18", "resnet50": "ResNet-50", "mnist_cnn": "Convolutional network"}
-_DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "imagenet": "ImageNet"}
-_DATA |= {"digits": "handwritten digits"}
+_MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "mlp": "MLP", "mnist_cnn": "CNN"}
+_MODELS |= {"resnet18": "ResNet-18", "resnet50": "ResNet-50"}
+_DATA = {"cifar10": "CIFAR-10", "mnist": "MNIST", "imagenet": "ImageNet", "digits": "digits"}
 
 
 def _title_of(rows: Sequence[Row]) -> str:
@@ -243,9 +193,8 @@ def _title_of(rows: Sequence[Row]) -> str:
     model = "mnist_cnn" if rows[0]["experiment"] == "demo" else rows[0]["model"]
     data = []
     for of in (row["conditions"] for row in rows if row["runs"]):
-        is_synthetic = of["data"] == "synthetic"
-        kind = of["kind"] if is_synthetic else of["data"]
-        data.append("synthetic " * is_synthetic + _DATA.get(kind, kind))
+        synthetic, kind = of["data"] == "synthetic", of["kind"]
+        data.append("synthetic " * synthetic + _DATA.get(kind if synthetic else of["data"], kind))
     on = f" on {listed(_distinct(data))}" if data else ", published figures"
     return _MODELS.get(model, model) + on
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 
-import torch
 from torch import Tensor, nn
 
 NAMES = ("vgg16", "wrn28_10", "seresnext50_32x4d", "densenet161")  # of cifar
@@ -30,34 +29,20 @@ def build(
     if digits := re.fullmatch(r"digits(\d+)", name):
         return digits_net(int(digits[1]), classes, channels)
     if name not in NAMES:
-        raise ValueError(
-            f"unknown model {name!r}: the models are {', '.join(NAMES)} and other "
-            "wrn<depth>_<width>, such as wrn16_4"
-        )
+        raise ValueError(f"unknown model {name!r}: the models are {', '.join(NAMES)}, wrn16_4, ...")
     if name == "mnist_cnn":
         return mnist_cnn(classes, channels, image_size)
     if name == "mlp":
         return mlp(channels * image_size**2)
     if name == "vgg16":
-        return vgg16(classes, channels)
+        return vgg16(classes)
     if name == "seresnext50_32x4d":
         import timm
 
         return timm.create_model(name, num_classes=classes, in_chans=channels)
     import torchvision
 
-    model = getattr(torchvision.models, name)(num_classes=classes)
-    _take_channels(model.features.conv0 if name == "densenet161" else model.conv1, channels)
-    return model
-
-
-def _take_channels(conv: nn.Conv2d, channels: int) -> None:
-    if channels != conv.in_channels:
-        conv.in_channels = channels
-        shape = (conv.out_channels, channels, *conv.kernel_size)
-        conv.weight = nn.Parameter(torch.empty(shape))
-        conv.reset_parameters()  # draws the same random numbers as a new convolution
-        _initialise(conv)
+    return getattr(torchvision.models, name)(num_classes=classes)
 
 
 def _initialise(module: nn.Module) -> None:
@@ -68,13 +53,12 @@ def _initialise(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def vgg16(classes: int, channels: int) -> nn.Sequential:
+def vgg16(classes: int) -> nn.Sequential:
     """VGG16 for small images: the convolutions with BatchNorm, then a single linear layer."""
     from torchvision.models import vgg
 
     # vgg16_bn() would build a large head, nine tenths of its weights, for nothing.
     features = vgg.make_layers(vgg.cfgs["D"], batch_norm=True)
-    _take_channels(features[0], channels)
     features.apply(_initialise)
     return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse import amp, half_ops
-from ampfuse.experiments.settings import LEVELS, Settings
+from ampfuse.experiments.settings import HALF_LEVELS, LEVELS, Settings
 from ampfuse.graphs import GraphedCall
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -83,7 +83,8 @@ class Variant:
             growth_interval=2**31 - 1 if static else 2000,
             enabled=self._half is torch.float16,
         )
-        self.policy = {"loss_scale": static or "dynamic"} if self.scaler.is_enabled() else {}
+        scale = (static or "dynamic") if self.scaler.is_enabled() else None
+        self.policy = {"keep_batchnorm_fp32": None, "loss_scale": scale, "fuse": False}
         if self._half and settings.optimizer == "sgd" and settings.momentum:
             # torch's fused SGD leaves the buffers uninitialized if the first step is skipped, and
             # uses them in the next. With zeros the first step gives the same result.
@@ -150,12 +151,21 @@ class _Level(Variant):
     """ampfuse: ``amp.initialize`` at O0 to O5."""
 
     def _set_up(self) -> None:
-        names = ("keep_batchnorm_fp32", "loss_scale", "growth_interval")
-        options = {name: getattr(self.settings, name) for name in names}
-        norms = any(isinstance(module, _BatchNorm) for module in self.model.modules())
-        options |= {"opt_level": self.settings.precision, "fuse": self.settings.fuse and norms}
+        of = self.settings
+        has_norms = any(isinstance(module, _BatchNorm) for module in self.model.modules())
+        fuse = of.fuse
+        if fuse is None:  # sharded apart from half weights, batch norms cannot be fused
+            fuse = of.precision not in ("O0", "O3") and of.channels_last
+            fuse = fuse and not (of.fsdp and of.precision in HALF_LEVELS)
         self.model, self.optimizer = amp.initialize(
-            self.model, self.optimizer, verbosity=0, **options
+            self.model,
+            self.optimizer,
+            opt_level=of.precision,
+            keep_batchnorm_fp32=of.keep_batchnorm_fp32 if of.precision in HALF_LEVELS else None,
+            loss_scale=of.loss_scale if of.precision != "O0" else None,
+            growth_interval=of.growth_interval,
+            fuse=fuse and has_norms,
+            verbosity=0,
         )
         session = self.optimizer._amp_session
         policy, self.scaler = session.policy, session.loss_scalers[0]
