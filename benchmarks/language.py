@@ -3,19 +3,8 @@
     python benchmarks/language.py            the times and memory of steps: minutes
     python benchmarks/language.py --losses   200 steps: three quarters of an hour on two cores
 
-The model has Llama's layers and random weights, the same for all; the text is Python's manual, with
-a token for each word or mark. Gradients are clipped to a norm of 1. Each variant has a process of
-its own, and only those of ampfuse import it:
-
-    torch.autocast           FP32 weights, torch.autocast in BF16, torch's fused AdamW
-    bitsandbytes AdamW8bit   BF16 weights without masters, bitsandbytes' AdamW with 8-bit states
-    O5                       amp.initialize: BF16 weights, FP32 masters and states, fused layers
-    O5, split, 8bit          split masters and 8-bit states
-    O5, no masters, 8bit     BF16 weights alone, rounded stochastically, and 8-bit states
-
-The column memory_mib has the peak of all tensors: what is held between steps, and what a step
-allocates. bytes_per_param is that of weights, masters and states. The losses are in
-results/language_losses.csv.
+docs/memory.md describes the variants; each has a process of its own. The column memory_mib has the
+peak of all tensors, bytes_per_param the bytes of weights, masters and states.
 """
 
 from __future__ import annotations

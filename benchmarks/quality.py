@@ -1,28 +1,11 @@
-"""What half precision does to what a network learns: each variant trains small tasks, 3 seeds.
+"""The effect of half precision on what a network learns: each variant trains small tasks, 3 seeds.
 
     python benchmarks/quality.py [--tasks text ...] [--variants split ...]
     python benchmarks/quality.py --tasks            # only prints the tables and draws the curves
     python benchmarks/quality.py --quantization     # the error of 8-bit states
     python benchmarks/quality.py --tasks lightning fabric accelerate transformers timm
 
-Runs replace their rows. The last are the examples of frameworks, see harness/frameworks.py. Into
-results/memory_quality.csv go the ways to save memory, at O5:
-
-    wide-resnet  experiment E2's network and recipe, as Wide-ResNet-10-1 on scikit-learn's digits
-    mlp          experiment E5's MLP and loss, 256 wide, on the digits as 16x16 pixels; with
-                 momentum 0.9 and a higher rate, as E5's own recipe keeps no state and learns little
-    text         a transformer of two layers that learns sentences of a fixed grammar; AdamW
-
-Into results/fused_accuracy.csv go the levels, with batch norms fused and left as they are:
-
-    wrn16_4      E2's recipe on a Wide-ResNet-16-4 and the digits as 16x16 pixels, 15 epochs
-
-Into results/muon_quality.csv go AdamW and Muon, in FP32 and at O5 with split masters and states in
-8 bits: ``text`` for half as many steps, and ``wrn16_4`` for 5 epochs of the digits as they are.
-
-A seed gives the same initial weights, batches and dropout in every variant. A variant's loss (of
-the last 4 % of the steps; of the trained network on the test set) is within the spread if its mean
-is above the first variant's by no more than the first one's seeds differ, largest less smallest.
+Runs replace their rows. docs/benchmarks.md describes the tasks and what "within the spread" means.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the small trainings learn from: handwritten digits, and sentences of a fixed grammar."""
+"""Data of the small trainings: handwritten digits, and sentences of a fixed grammar."""
 
 from __future__ import annotations
 

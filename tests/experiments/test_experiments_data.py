@@ -360,7 +360,7 @@ def test_memory_formats_and_loaders_give_the_same_bits(kind, augment):
 
 
 def test_samples_can_be_sent_to_a_worker_that_was_not_forked(tmp_path):
-    """As Python starts processes on other systems, and from 3.14 on."""
+    """Python starts processes in this way on other systems, and from 3.14 on."""
     data_files.write_imagenet(tmp_path)
     for source in ("synthetic", tmp_path):
         data = open_("imagenet", source, image_size=28, loader="workers", augment=True)

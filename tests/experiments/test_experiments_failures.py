@@ -1,4 +1,4 @@
-"""What cannot be written or read ends a command in one line and status 2, and spoils no file."""
+"""A file that cannot be written or read ends a command in one line and status 2."""
 
 import contextlib
 import importlib.util
@@ -184,7 +184,7 @@ def test_a_disk_that_becomes_full(name, more, size, said, capsys):
 
 
 def test_a_folder_that_can_be_written_in_one_that_cannot():
-    """As a volume in the root of a container."""
+    """A volume in the root of a container is one."""
     assert main(COMMANDS["demo"].format("/proc/self/cwd").split()) == 0
     assert Path("levels.csv").is_file()
 

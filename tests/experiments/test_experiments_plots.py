@@ -335,7 +335,7 @@ def arguments(folder: ResultFolder, output: Path, *more: str) -> list[str]:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Of all files below `folder`, which are PNGs."""
+    """The stems of all files below `folder`, which are PNGs."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     assert {path.suffix for path in paths} == {".png"}
     return {path.stem for path in paths}

@@ -66,7 +66,7 @@ def line(tmp_path_factory) -> str:
 
 
 class Trained(NamedTuple):
-    """What two processes left of the command lines below."""
+    """The files and output that two processes left."""
 
     folder: Path
     printed: list[str]  # by rank

@@ -268,7 +268,7 @@ def test_what_a_step_returns_and_whose_kernels_it_uses(variant_name):
 
 
 def test_a_run_without_timed_steps():
-    """As with a graph, whose first steps are not timed: no division by zero."""
+    """A graph's first steps are not timed: no division by zero."""
     run = trained(dataclasses.replace(BASE, iterations=4, evaluate=False))
     run.record.step_ms = []
     result = run.result()
