@@ -79,7 +79,7 @@ def test_e1_has_means_and_deviations_of_own_runs(folder, capsys):
     assert len(rows) == 46
     (row,) = own(rows)
     expected = {
-        **{"source": "measured here", "GPU": "T4", "variant": "FP16", "n": "3"},
+        **{"source": "measured here", "GPU": "T4 (Tesla T4)", "variant": "FP16", "n": "3"},
         **{"batch size": "128", "iterations": "100", "accuracy, %": "41 ± 1", "time, s": "6 ± 1"},
         **{"memory, MB": "1401 ± 1", "note": "re-enactment; synthetic data"},
     }
@@ -112,13 +112,16 @@ def test_e2_tells_why_a_level_diverged_and_labels_what_differs(folder, capsys):
 
 
 def test_e4_has_mean_min_and_max(folder, capsys):
+    network = {"recipe": "e4", "experiment": "imagenet", "model": "resnet50", "iterations": 360}
+    network |= {"gpu": "Tesla T4", "world_size": 2}
     for n, mean in enumerate((330.0, 334.0)):
-        network = {"recipe": "e4", "experiment": "imagenet", "model": "resnet50", "iterations": 360}
         speeds = {"images_per_s_min": 300.0 - n, "images_per_s_max": 350.0 + n}
         folder.add(repeat=n, images_per_s=mean, loss_last=5.0, loss_mean=5.5, **network, **speeds)
     (row,) = own(printed(capsys, "e4"))
     expected = {"images/s": "332 ± 2.8", "min": "299", "max": "351"}
-    assert (expected | {"loss last": "5 ± 0", "loss mean": "5.5 ± 0"}).items() <= row.items()
+    expected |= {"loss last": "5 ± 0", "loss mean": "5.5 ± 0", "GPU": "Tesla T4"}
+    assert expected.items() <= row.items()
+    assert row["note"] == "re-enactment; synthetic data; 2 processes"
 
 
 @pytest.mark.parametrize("others", [[], ["e2", None]], ids=["none", "of other recipes"])

@@ -80,7 +80,14 @@ def _note(row: Row) -> str:
     of, notes = row["conditions"], ["re-enactment", row["note"]]
     notes += [f"{of['data']} data"] if of["data"] in ("synthetic", "digits") else []
     notes += ["graph"] if of.get("graph") else []
+    notes += [f"{of['world_size']} processes"] if of["world_size"] > 1 else []
     return "; ".join(filter(None, notes))
+
+
+def _device(row: Row) -> str:
+    """The label of the runs, and the name of the device: a number names its hardware."""
+    gpu, device = row["gpu"], row["conditions"].get("device", row["gpu"])
+    return gpu if gpu == device else f"{gpu} ({device})"
 
 
 def _shown(row: Row, name: str, factor: float = 1.0) -> str:
@@ -96,14 +103,16 @@ def _shown(row: Row, name: str, factor: float = 1.0) -> str:
     return " ± ".join(f"{one:.10g}" for one in both)
 
 
-_NAMES = {"environment": "platform", "GPU": "gpu", "model": "model", "variant": "variant"}
-_NAMES |= {"optimizer": "optimizer", "batch size": "batch_size", "iterations": "iterations"}
-_NAMES |= {"epochs": "epochs", "time, s": "time_s", "images/s": "images_per_s"}
+_NAMES = {"model": "model", "variant": "variant", "optimizer": "optimizer"}
+_NAMES |= {"batch size": "batch_size", "iterations": "iterations", "epochs": "epochs"}
+_NAMES |= {"time, s": "time_s", "images/s": "images_per_s"}
 _NAMES |= {"min": "images_per_s_min", "max": "images_per_s_max", "memory, MB": "memory_mb"}
 _NAMES |= {"accuracy, %": "accuracy_pct", "loss last": "loss_last", "loss mean": "loss_mean"}
 # The text of each column.
 CELLS: dict[str, Callable[[Row], str]] = {
     "source": lambda row: "measured here" if row["runs"] else "published",
+    "environment": functools.partial(_shown, name="platform"),
+    "GPU": _device,
     **{header: functools.partial(_shown, name=name) for header, name in _NAMES.items()},
     "n": functools.partial(_shown, name="n"),
     "note": _note,
