@@ -415,27 +415,42 @@ LABELS = "MNIST/raw/t10k-labels-idx1-ubyte"
         ("mnist", IMAGES, shortened),
         ("mnist", IMAGES, emptied),
         ("mnist", LABELS, replaced),
+        ("mnist", LABELS, lambda content: content[:11] + b"\xc8" + content[12:]),
     ],
 )
 def test_damaged_files(kind, name, change, tmp_path):
-    """A line that says which data set, and what to do."""
+    """A line that says which data set, which file, and what to do."""
     path = tmp_path / name
     if kind == "mnist":
         data_files.write_mnist(path.parent, zipped=name.endswith("gz"))
     else:
         data_files.write_cifar(tmp_path, archived=name.endswith("gz"))
     path.write_bytes(change(path.read_bytes()))
-    said = f"--data {tmp_path}: {kind} could not be read: .*delete it if it is damaged"
-    refused(said, kind=kind, source=tmp_path)
+    named = path.parent if name.startswith("cifar-10-batches-py") else path
+    said = f"--data {tmp_path}: {kind} could not be read: .*delete these if they are damaged: "
+    refused(f"{said}.*{named}", kind=kind, source=tmp_path)
+
+
+def test_labels_that_do_not_fit(tmp_path):
+    write_mnist(tmp_path)
+    labels = tmp_path / "MNIST/raw" / data_files.MNIST[1]
+    labels.write_bytes(data_files.idx(np.arange(40) % 11))
+    refused(f"40 labels, 0 to 10, for 40 images; delete .*{labels}", kind="mnist", source=tmp_path)
+    labels.write_bytes(data_files.idx(np.arange(41) % 10))
+    refused("41 labels, 0 to 9, for 40 images", kind="mnist", source=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("mnist", "no network"), ("cifar10", "no network"), ("imagenet", "No such file")],
+    [
+        ("mnist", "no network.*MNIST/raw/ with the four IDX files, or all with .gz"),
+        ("cifar10", "no network.*cifar-10-batches-py/ or cifar-10-python.tar.gz"),
+        ("imagenet", "No such file.*train/ and val/"),
+    ],
 )
 def test_missing_files(kind, said, tmp_path):
     """The folder, or half of the set."""
-    refused(f"{said}.*or use --data synthetic", kind=kind, source=tmp_path / "new")
+    refused(f"{said}.*or use --data digits", kind=kind, source=tmp_path / "new")
     write_mnist(tmp_path)
     (tmp_path / "MNIST/raw" / data_files.MNIST[1]).unlink()
     data_files.write_cifar(tmp_path)
@@ -446,7 +461,9 @@ def test_missing_files(kind, said, tmp_path):
 def test_classes_that_differ(tmp_path):
     data_files.write_imagenet(tmp_path)
     shutil.rmtree(tmp_path / "val" / "n01")
-    refused("folders of different classes", kind="imagenet", source=tmp_path)
+    refused(
+        "not in both train and val: n01; expected: train/ and", kind="imagenet", source=tmp_path
+    )
 
 
 def test_sizes_that_do_not_fit(tmp_path):

@@ -58,6 +58,12 @@ FACTS = {
     "cifar10": Facts(3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "imagenet": Facts(3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
+# What a folder must contain, and the pattern of files that may be damaged. Workers open ImageNet's.
+_FILES = {
+    "mnist": ("MNIST/raw/ with the four IDX files, or all with .gz", "MNIST/raw/*"),
+    "cifar10": ("cifar-10-batches-py/ or cifar-10-python.tar.gz", "cifar-10-*"),
+    "imagenet": ("train/ and val/, each with a folder of images for each class", ""),
+}
 
 
 class Split(NamedTuple):
@@ -91,8 +97,8 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
     try:
         if kind == "imagenet":
             parts = [datasets.ImageFolder(place / name) for name in ("train", "val")]
-            if parts[0].classes != parts[1].classes:
-                raise ValueError("train and val have folders of different classes")
+            if differing := set(parts[0].classes) ^ set(parts[1].classes):
+                raise ValueError(f"not in both train and val: {', '.join(sorted(differing))}")
             pairs = (zip(*part.samples, strict=True) for part in parts)
             splits = [Split(paths, torch.tensor(labels)) for paths, labels in pairs]
             return ImageSet(*splits, facts._replace(classes=len(parts[0].classes)))
@@ -101,11 +107,19 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
             part = source(place, train=train, download=True)
             images, labels = torch.as_tensor(part.data), torch.as_tensor(part.targets)
             images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
+            low, high = labels.min(), labels.max()
+            if len(labels) != len(images) or not 0 <= low <= high < facts.classes:
+                raise ValueError(f"{len(labels)} labels, {low} to {high}, for {len(images)} images")
             splits.append(Split(resized(images, image_size), labels))
         return ImageSet(*splits, facts)
     except Exception as error:  # torchvision raises nearly anything for damaged files
-        what = f"--data {place}: {kind} could not be read: {error}"
-        raise DataError(f"{what}; delete it if it is damaged, or use --data synthetic") from error
+        expected, pattern = _FILES[kind]
+        found = ", ".join(map(str, sorted(place.glob(pattern) if pattern else ())))
+        there = f"; delete these if they are damaged: {found}" if found else ""
+        raise DataError(
+            f"--data {place}: {kind} could not be read: {error}{there}; expected: {expected}; or "
+            "use --data digits or synthetic"
+        ) from error
 
 
 def digits(image_size: int, channels: int = 1) -> ImageSet:
