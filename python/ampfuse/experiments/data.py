@@ -122,7 +122,7 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
         ) from error
 
 
-def digits(image_size: int, channels: int = 1) -> ImageSet:
+def digits(image_size: int) -> ImageSet:
     """scikit-learn's: 1437 grey images of 8x8 pixels to train and 360 to test, enlarged. The split
     is fixed and stratified."""
     from sklearn import datasets
@@ -131,12 +131,11 @@ def digits(image_size: int, channels: int = 1) -> ImageSet:
     pixels, labels = datasets.load_digits(return_X_y=True)
     options = {"test_size": 360, "stratify": labels, "random_state": 0}
     grey = (torch.as_tensor(pixels).view(-1, 1, 8, 8) * (255 / 16)).round().byte()
-    images = resized(grey, image_size).expand(-1, channels, -1, -1)
-    labels = torch.as_tensor(labels, dtype=torch.int64)
+    images, labels = resized(grey, image_size), torch.as_tensor(labels, dtype=torch.int64)
     parts = train_test_split(range(len(labels)), **options)
     train, test = (Split(images[part], labels[part]) for part in parts)
     std, mean = torch.std_mean(train.images.double() / 255, correction=0)
-    return ImageSet(train, test, Facts(channels, 10, (mean.item(),), (std.item(),)))
+    return ImageSet(train, test, Facts(1, 10, (mean.item(),), (std.item(),)))
 
 
 _TEST_BATCHES = 4  # at most, of noise
@@ -202,8 +201,8 @@ class Data:
         self._augments = settings.augment and kind != "mnist"  # mirrored digits are not digits
         last = settings.channels_last
         self._memory_format = torch.channels_last if last else torch.contiguous_format
-        mean, std = (
-            torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+        mean, std = (  # a grey set takes the first of three values
+            torch.tensor(values[: self.channels], dtype=torch.float64).view(-1, 1, 1)
             for values in (settings.mean or means[0], settings.std or means[1])
         )
         # (pixels / 255 - mean) / std, in double precision and rounded once.
@@ -389,7 +388,7 @@ def open_data(settings: Settings, device: torch.device, rank: int = 0, world_siz
         return NormalFeatures(settings, device)
     kind = {"cifar": "cifar10", "imagenet": "imagenet"}.get(settings.experiment, "mnist")
     if settings.data == "digits":
-        images = digits(settings.image_size, FACTS[kind].channels)
+        images = digits(settings.image_size)
     elif settings.data == "synthetic":
         images = synthetic(kind, settings, world_size)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch import Tensor, nn
 
 NAMES = ("vgg16", "wrn28_10", "seresnext50_32x4d", "densenet161")  # of cifar
@@ -35,14 +36,25 @@ def build(
     if name == "mlp":
         return mlp(channels * image_size**2)
     if name == "vgg16":
-        return vgg16(classes)
+        return vgg16(classes, channels)
     if name == "seresnext50_32x4d":
         import timm
 
         return timm.create_model(name, num_classes=classes, in_chans=channels)
     import torchvision
 
-    return getattr(torchvision.models, name)(num_classes=classes)
+    model = getattr(torchvision.models, name)(num_classes=classes)
+    _take_channels(model.features.conv0 if name == "densenet161" else model.conv1, channels)
+    return model
+
+
+def _take_channels(conv: nn.Conv2d, channels: int) -> None:
+    if channels != conv.in_channels:
+        conv.in_channels = channels
+        shape = (conv.out_channels, channels, *conv.kernel_size)
+        conv.weight = nn.Parameter(torch.empty(shape))
+        conv.reset_parameters()  # draws the same random numbers as a new convolution
+        _initialise(conv)
 
 
 def _initialise(module: nn.Module) -> None:
@@ -53,12 +65,13 @@ def _initialise(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def vgg16(classes: int) -> nn.Sequential:
+def vgg16(classes: int, channels: int) -> nn.Sequential:
     """VGG16 for small images: the convolutions with BatchNorm, then a single linear layer."""
     from torchvision.models import vgg
 
     # vgg16_bn() would build a large head, nine tenths of its weights, for nothing.
     features = vgg.make_layers(vgg.cfgs["D"], batch_norm=True)
+    _take_channels(features[0], channels)
     features.apply(_initialise)
     return nn.Sequential(features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 
