@@ -1,4 +1,5 @@
-"""The benchmarks run, their CSV files are read as written, and medians and percentiles are right.
+"""The benchmarks run, every route arrives at the same weights, CSV files are read as written, and
+medians and percentiles are right.
 
 Nothing here asserts how long anything took.
 """
@@ -8,9 +9,11 @@ from __future__ import annotations
 import csv
 import importlib
 import math
+import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,6 +156,35 @@ def test_a_csv_without_the_newer_columns_is_read(load, tmp_path):
     assert math.isnan(row.share_of_copy)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "AdamW 64M clip fp16",
+        "AdamW 64M clip fp32",
+        "AdamW 64M alone fp32",
+        "AdamW 64M alone bf16",
+        "SGD 64M clip bf16",
+        "AdamW resnet50 clip bf16",
+        "AdamW 2000x500 clip bf16",
+    ],
+)
+def test_every_route_takes_the_same_step(load, here, capsys, line):
+    optimizer, tensors, does, precision = line.split()
+    wanted = {"ampfuse", "torch fused", "torch foreach"}
+    if tensors == "resnet50":
+        pytest.importorskip("torchvision")
+    case = load("harness.cases").Case(optimizer, tensors, precision, does, quick=True)
+    rows = run_step(load, here, case)
+    if case.moves_memory:
+        wanted |= {"copy", "limit"}
+    assert wanted <= set(rows), capsys.readouterr().out
+    beside = [name for name in rows if name.split()[0] not in ("ampfuse", "copy", "limit")]
+    for row in rows.values():
+        assert (row.case, row.params) == (case.name, case.params)
+        assert row.n == (2 if row.variant in beside else 2 * len(beside))
+    assert rows["ampfuse"].bytes_per_param == case.step_bytes
+
+
 def test_step_script(main, here, tmp_path, capsys):
     path = tmp_path / "step.csv"
     options = ["--quick", "--repeats", 2, "--threads", 1, "--csv", path]
@@ -197,6 +229,33 @@ def test_levels_of_the_host_and_parts_of_a_network(main, here, traced, tmp_path)
     variants = {row["variant"] for row in records(path)}
     assert variants > {"FP32", "O5", "O5, recomputed", "O5, clipped", "convolutions"}
     main("report", path)
+
+
+@pytest.mark.parametrize("network", ["gpt", pytest.param("wrn16_4", marks=pytest.mark.slow)])
+def test_every_variant_of_a_network_takes_the_same_step(load, traced, network):
+    """Its first loss and the update are those of FP32, as far as BF16 goes."""
+    pytest.importorskip("transformers" if network != "resnet18" else "torchvision")
+    nets = load("nets")
+    found = {}
+    options = SimpleNamespace(host=False, device=CPU, parts=True, no_compile=False)
+    variants = {
+        name: variant
+        for name, variant in nets.variants_of(network, options).items()
+        if name not in nets.KINDS
+    }
+    assert {"torch.amp, expert", "O5, compiled", "O5, torch's loss", "O4"} < set(variants)
+    for name, make in variants.items():
+        torch.compiler.reset()
+        step = make(network, True, CPU)
+        losses = []
+        for _ in range(3):
+            losses.append(step.loss(step.x, step.y).item())
+            step()
+        found[name] = torch.tensor(losses)
+    assert not torch.allclose(found["FP32"][2], found["FP32"][0], rtol=0.01)
+    for name, losses in found.items():
+        expected = found["O5, clipped" if "clipp" in name else "FP32"]
+        torch.testing.assert_close(losses, expected, rtol=0.01, atol=0, msg=name)
 
 
 SMALL_LAYERS = ("norm-8-4", "norm-16-4-residual", "rows-96", "rms-768", "gelu_tanh-3072")
@@ -280,3 +339,42 @@ def test_a_csv_fills_in_where_a_comment_names_it(load, tmp_path):
 def test_shell_scripts_parse():
     for script in BENCHMARKS.glob("*.sh"):
         subprocess.run(["bash", "-n", script], check=True)
+
+
+GATE = (BENCHMARKS / "gpu_gate.sh").read_text()
+CALLS = dict(re.findall(r'^  \[(\d)\]="(.*)"$', GATE, re.MULTILINE))
+
+
+def test_the_gate_names_files_that_exist():
+    names = set(re.findall(r"\bmeasure (\w+) \w+_cuda", GATE))
+    assert {"step", "layers", "nets"} <= names <= {*SCRIPTS}
+    paths = set(re.findall(r"\b(?:benchmarks|docs|tests)/[\w/]+\.\w+", GATE))
+    assert {"benchmarks/report.py", "tests/core/test_gpu.py"} < paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_each_call_of_the_gate_runs_its_parts_in_nine_minutes(call, tmp_path):
+    """With tools that only print their names."""
+    parts = dict(part.split(":") for part in CALLS[call].split())
+    assert sum(map(int, parts.values())) <= 9 * 60
+    assert list(parts)[:2] == ["machine", "build"]  # it may be another machine than before
+    names = ("python3", "cmake", "nvidia-smi", "compute-sanitizer", "ncu", "nvcc")
+    tools = [tmp_path / "tools" / name for name in names]
+    tools.append(tmp_path / "ampfuse_gpu_tests")
+    for tool in tools:
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text('#!/bin/sh\nbasename "$0"\n')
+        tool.chmod(0o755)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "step_cuda.csv").touch()
+    environment = {"PATH": f"{tools[0].parent}{os.pathsep}{os.environ['PATH']}"}
+    environment |= {"OUT": str(tmp_path / "out"), "BUILD": os.path.relpath(tmp_path, ROOT)}
+    run = [BENCHMARKS / "gpu_gate.sh", call]
+    end = subprocess.run(run, capture_output=True, text=True, env={**os.environ, **environment})
+    assert end.returncode == 0, end.stdout
+    with tarfile.open(tmp_path / "out" / "gpu_gate.tar.gz") as archive:
+        files = {Path(name).name for name in archive.getnames()}
+        summary = archive.extractfile("./summary.txt").read().decode()
+    assert re.findall(r"^(\w+) +ok ", summary, re.MULTILINE) == [*parts]
+    assert {f"{name}.log" for name in parts} < files
