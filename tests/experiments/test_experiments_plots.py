@@ -185,10 +185,11 @@ def test_lines_and_error_bars_are_the_rows(source, kind, folder):
 def test_one_batch_size_makes_bars(gpus, folder):
     """The axis names the variants, the legend several GPUs."""
     add_e1(folder, gpus=gpus, batches=(128,))
+    folder.add(gpu=gpus[0], variant="O3", precision="O3", diverged=divergence(3))
     figure = make_plot.against_batch(rows_of(folder), "time", std=True)
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_xticklabels()]
-    assert names == [*E1_VARIANTS]
+    assert names == [*E1_VARIANTS, "O3"]
     found = {}
     for container in axes.containers:
         for bar in container if isinstance(container, BarContainer) else ():
@@ -203,6 +204,9 @@ def test_one_batch_size_makes_bars(gpus, folder):
         assert (low, high) == pytest.approx((seconds - 1, seconds + 1))
     everywhere = {bar.get_facecolor() for bar, _ in found.values()}
     assert len(everywhere) == {1: len(E1_VARIANTS), 2: 2}[len(gpus)]
+    (text,) = axes.texts
+    assert text.get_text().strip() == "O3 diverged"
+    assert axes.get_xlim()[0] < text.get_position()[0] < axes.get_xlim()[1]
     assert "batch size 128" in figure.get_suptitle()
     assert len(legend_of(figure)) == len(gpus)
     assert overlaps(figure) == []
@@ -222,7 +226,9 @@ def test_runs_of_different_length_do_not_mix(runs, label, folder, tmp_path, caps
     output = tmp_path / "figures"
     assert make_plot.main(arguments(folder, output)) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert re.search(r"vgg16 have different lengths.*--iteration.*--epochs", error)
+    assert re.search(
+        r"T4 FP32 of vgg16: results have different lengths.*--iteration.*--epochs", error
+    )
     assert not output.exists()
     flag = "--epochs" if of == "epochs" else "--iteration"
     assert make_plot.main(arguments(folder, output, flag, number)) == 0
@@ -230,6 +236,25 @@ def test_runs_of_different_length_do_not_mix(runs, label, folder, tmp_path, caps
     rows = [row for row in rows_of(folder) if row[of] == int(number)]
     (axes,) = make_plot.against_batch(rows, "time").axes
     assert axes.get_ylabel() == f"training time of {label}, s"
+
+
+def test_lines_of_different_length_say_so(folder):
+    for batch in (128, 256):
+        folder.add(batch_size=batch)
+        folder.add(batch_size=batch, gpu="V100", iterations=50)
+    figure = make_plot.against_batch(rows_of(folder), "time")
+    assert legend_of(figure) == ["T4 FP32, 100 iterations", "V100 FP32, 50 iterations"]
+    assert figure.axes[0].get_ylabel() == "training time, s"
+
+
+def test_a_line_that_ends_early_says_why(folder):
+    for batch, variant in itertools.product((128, 256, 512), ("FP32", "O3")):
+        ends = batch == 512 and variant == "O3"
+        folder.add(batch_size=batch, variant=variant, diverged=divergence() if ends else None)
+    (axes,) = make_plot.against_batch(rows_of(folder), "time").axes
+    assert [x for x, _, _ in drawn_lines(axes).values()] == [[128, 256, 512], [128, 256]]
+    (text,) = axes.texts
+    assert (text.get_text().strip(), text.get_position()) == ("O3 diverged", (512, 0))
 
 
 def test_different_conditions_make_different_lines(folder):

@@ -89,8 +89,8 @@ Lines = dict[tuple[str, str], list[Row]]
 
 
 def lines(rows: Sequence[Row]) -> Lines:
-    """The rows of each line by GPU and name: the variant, and the conditions in which its rows of
-    one batch size differ."""
+    """The rows of each line by GPU and name: the variant, the conditions in which its rows of one
+    batch size differ, and the length if that of lines differs."""
     found: Lines = {}
     for row in rows:
         same = ("gpu", "variant", "batch_size")
@@ -103,15 +103,21 @@ def lines(rows: Sequence[Row]) -> Lines:
         words = ", ".join(f"{name} {mine[name]}" for name in differing)
         name = f"{row['variant']} ({words})" if words else row["variant"]
         found.setdefault((row["gpu"], name), []).append(row)
-    return found
+    if len(_lengths(found)) == 1:
+        return found
+    return {(gpu, f"{name}, {_length(rows)}"): rows for (gpu, name), rows in found.items()}
+
+
+def _lengths(found: Lines) -> set[str]:
+    return {_length(rows) for rows in found.values()}
 
 
 def _length(rows: Sequence[Row]) -> str:
-    """The length that all runs have: "100 iterations", or else "2 epochs"."""
+    """The length that all runs of a line have: "100 iterations", or else "2 epochs"."""
     for unit in ("iterations", "epochs"):
         if len(numbers := {row[unit] for row in rows}) == 1:
             return f"{listed(numbers)} {unit}"
-    what = f"results of {rows[0]['model']} have different lengths"
+    what = "{gpu} {variant} of {model}: results have different lengths".format(**rows[0])
     raise UsageError(f"{what}: choose with --iteration N or --epochs N")
 
 
@@ -121,24 +127,26 @@ _DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3)), (0
 
 def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figure | None:
     """Training "time", or "memory" in MB of 10^6 bytes, against batch size: a line per GPU and
-    variant. For a single batch size, a bar per variant and GPU. All rows are of one model; None if
-    they have no values.
+    variant. For a single batch size, a bar per variant and GPU. Words stand where a variant has no
+    value because it diverged. All rows are of one model; None if they have no values.
 
     `std` shows the sample standard deviation of the repeats as error bars.
     """
     from matplotlib.figure import Figure
 
     column, what, unit = _KINDS[kind]
-    if not (rows := [row for row in rows if row["batch_size"] and row[f"{column}_mean"]]):
+    rows = [row for row in rows if row["batch_size"] and (row[f"{column}_mean"] or row["diverged"])]
+    if not any(row[f"{column}_mean"] for row in rows):
         return None
-    batches = sorted({row["batch_size"] for row in rows})
-    what += f" of {_length(rows)}" if kind == "time" else ""
+    batches, found = sorted({row["batch_size"] for row in rows}), lines(rows)
+    if kind == "time" and len(lengths := _lengths(found)) == 1:
+        what += f" of {listed(lengths)}"
     if {row["memory_kind"] for row in rows} == {"process RSS"} and kind == "memory":
         what = "memory of the process"
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
     are_bars = len(batches) == 1
-    _draw(axes, lines(rows), column, are_bars=are_bars, std=std)
+    _draw(axes, found, column, are_bars=are_bars, std=std)
     if not are_bars:
         axes.set(xscale="log", xlabel="batch size")
         axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
@@ -165,22 +173,28 @@ def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -
     gpus, names = (_distinct(part) for part in zip(*found, strict=True))
     width = 0.8 / len(gpus)
     for (gpu, name), members in found.items():
-        x, y, errors = zip(
-            *sorted(
-                (r["batch_size"], r[f"{column}_mean"], r[f"{column}_std"] or 0) for r in members
-            ),
-            strict=True,
-        )
+        # The axis of bars names the variant, the legend the GPU.
+        bar, points = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4, []
+        for row in sorted(members, key=lambda row: row["batch_size"]):
+            place = bar if are_bars else row["batch_size"]
+            if row[f"{column}_mean"]:
+                points.append((place, row[f"{column}_mean"], row[f"{column}_std"] or 0))
+            else:
+                text = f"  {row['variant']} diverged"
+                axes.text(place, 0, text, rotation=90, va="bottom", fontsize=6.5)
+        if not points:
+            continue
+        x, y, errors = zip(*points, strict=True)
         color = f"C{(gpus.index(gpu) if len(gpus) > 1 else names.index(name)) % 10}"
         look = {"yerr": errors if std else None, "capsize": 2, "color": color}
-        if are_bars:  # the axis names the variant, the legend the GPU
-            place = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4
-            axes.bar(place, y, width, label=gpu, **look)
+        if are_bars:
+            axes.bar(x, y, width, label=gpu, **look)
         else:
             look |= {"linestyle": _DASHES[names.index(name) % len(_DASHES)], "marker": "."}
             axes.errorbar(x, y, label=name if len(gpus) == 1 else f"{gpu} {name}", **look)
     if are_bars:
         axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 6 else 0, fontsize=8)
+        axes.set_xlim(-0.6, len(names) - 0.4)  # also where a run diverged
 
 
 _MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "mlp": "MLP", "mnist_cnn": "CNN"}
