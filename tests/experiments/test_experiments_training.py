@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -179,7 +181,7 @@ def test_a_resumed_run_has_the_same_bits(variant, stop_at, tmp_path):
 SMALL = "--data digits -b 64 --image-size 16 --variant O5 fp32 --repeats 1 --iterations 2"
 
 
-def test_an_interrupted_command_goes_on_from_its_checkpoint(tmp_path, capsys, monkeypatch):
+def test_an_interrupted_command_prints_the_one_that_continues(tmp_path, capsys, monkeypatch):
     line = [*SMALL.split(), "--checkpoints", "-o", str(tmp_path)]
     train = Run.train
 
@@ -190,15 +192,18 @@ def test_an_interrupted_command_goes_on_from_its_checkpoint(tmp_path, capsys, mo
 
     monkeypatch.setattr(Run, "train", interrupted)
     assert mlp.main(line) == 130
-    assert "Interrupted; finished runs have saved their results" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "Interrupted; finished runs have saved their results" in printed.err
 
     def variants():
         return {json.loads(path.read_text())["variant"] for path in tmp_path.rglob("*.json")}
 
     assert variants() == {"O5"}
     monkeypatch.setattr(Run, "train", train)
-    (checkpoint,) = tmp_path.rglob("*-fp32-*.pt")
-    assert mlp.main([*line, "--resume", str(checkpoint)]) == 0
+    words = re.search(r"To continue: python -m ampfuse.experiments.mlp (.+)", printed.out)[1]
+    again = shlex.split(words)
+    assert again[:-2] == line
+    assert mlp.main(again) == 0
     assert variants() == {"O5", "fp32"}
 
 

@@ -12,6 +12,7 @@ import datetime
 import io
 import json
 import math
+import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -360,10 +361,10 @@ def sweep(script: Script, argv: Sequence[str] | None = None, prog: str | None = 
     prog = prog or f"python -m ampfuse.experiments.{script.name}"
     args = parse(script, argv, prog)
     left = "finished runs have saved their results; --resume continues from a checkpoint"
-    return status_of(lambda: _sweep(script, args), prog, left)
+    return status_of(lambda: _sweep(script, args, shlex.join([*prog.split(), *argv])), prog, left)
 
 
-def _sweep(script: Script, args: argparse.Namespace) -> int:
+def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
     check_installed("experiments", "torchvision", "timm", "tqdm", "sklearn")
     world = World.of_environment()
     if world.size > 1 and not script.distributed:
@@ -382,7 +383,7 @@ def _sweep(script: Script, args: argparse.Namespace) -> int:
     say(f"{script.title} {todo[0].data} data, on {device_name(device)}, torch {torch.__version__}.")
     results: list[Result] = []
     with world.connected(device):
-        for result in train_all(todo, place, resume):
+        for result in train_all(todo, place, resume, command):
             results.append(result)
             say(line(result, todo[0].repeats))
     say(f"{table(rows_of(results))}\nResults: {place.folder.absolute()}")
@@ -390,9 +391,10 @@ def _sweep(script: Script, args: argparse.Namespace) -> int:
 
 
 def train_all(
-    todo: Sequence[Settings], place: Place, resume: dict[str, Any] | None = None
+    todo: Sequence[Settings], place: Place, resume: dict[str, Any] | None = None, command: str = ""
 ) -> Iterator[Result]:
-    """Train the runs `todo`, the first one from `resume`, and write their result files."""
+    """Train the runs `todo`, the first one from `resume`, and write their result files. Ctrl-C
+    prints how `command` continues."""
     for of in todo:
         # With the time, so that no run replaces another's files.
         length = f"i{of.iterations}" if of.iterations else f"e{of.epochs}"
@@ -406,6 +408,10 @@ def train_all(
             run.train()
         except Diverged as error:
             diverged = error
+        except KeyboardInterrupt:
+            if place.world.rank == 0 and (saved := Path(f"{run.stem}.pt")).is_file():
+                print(f"\nTo continue: {command} --resume {shlex.quote(str(saved))}")
+            raise
         result, resume = run.result(diverged), None
         if place.folder and place.world.rank == 0:
             text = json.dumps(result, indent=1, allow_nan=False)
