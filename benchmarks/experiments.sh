@@ -7,7 +7,7 @@
 # PYTHON   interpreter that has ampfuse[experiments] (python3)
 # RESULTS  folder of the result files (build/experiments)
 # CSV      folder of the CSV files (benchmarks/results)
-# REPEATS  runs of each arm (5)
+# REPEATS  runs of each variant (5)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -15,11 +15,11 @@ RESULTS=${RESULTS:-build/experiments}
 CSV=${CSV:-benchmarks/results}
 
 train() {
-  "$PYTHON" -m ampfuse train "$@" --arm fp32 amp-bf16 O5 --data synthetic --device cpu \
+  "$PYTHON" -m ampfuse train "$@" --variant fp32 amp-bf16 O5 --data synthetic --device cpu \
     --repeats "${REPEATS:-5}" --output "$RESULTS"
 }
 
-train cifar --recipe e1 --batch-size 32 64 128 --no-evaluate
+train cifar --recipe e1 --batch-size 32 64 128 --evaluate False
 train cifar --recipe e2
 train imagenet --recipe e4 --model resnet18
 train mlp --recipe e5

@@ -3,9 +3,9 @@
 # most, any of which may be lost. What answers most comes first:
 #
 #     benchmarks/gpu_gate.sh 1                 every kernel's bits, all tests, steps, layers, counters
-#     benchmarks/gpu_gate.sh 2                 whole nets
+#     benchmarks/gpu_gate.sh 2                 whole models
 #     benchmarks/gpu_gate.sh 3                 sanitizers, two streams, experiments
-#     benchmarks/gpu_gate.sh 4                 more nets, the host, the other steps, Muon
+#     benchmarks/gpu_gate.sh 4                 more models, the host, the other steps, Muon
 #     benchmarks/gpu_gate.sh build step:300    these parts, with so many seconds (540)
 #
 # Results gather in BUILD/results over all calls: a log per part, the CSV files, benchmarks.md, which
@@ -155,13 +155,13 @@ for make in (
         torch.cuda.synchronize()' | grep -v ^== | tee "$RESULTS/counters.csv"
 }
 
-# Each arm at the published sizes, on synthetic data.
+# Each variant at the published sizes, on synthetic data.
 experiments() {
   needs_packages torchvision,timm,rich,tqdm
   local status=0 options
   while read -r -a options; do
-    "$PYTHON" -m ampfuse train "${options[@]}" --arm fp32 amp-fp16 amp-bf16 O2 O5 --repeats 2 \
-      --no-evaluate --data synthetic --output "$RESULTS/experiments" </dev/null || status=1
+    "$PYTHON" -m ampfuse train "${options[@]}" --variant fp32 amp-fp16 amp-bf16 O2 O5 --repeats 2 \
+      --evaluate False --data synthetic --output "$RESULTS/experiments" </dev/null || status=1
   done <<<"cifar --recipe e1 --batch-size 128 1024
 mlp --recipe e5
 mnist --recipe e5 --epochs 1 --graph

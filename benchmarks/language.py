@@ -3,19 +3,8 @@
     python benchmarks/language.py            the times and memory of steps: minutes
     python benchmarks/language.py --losses   200 steps: three quarters of an hour on two cores
 
-The model has Llama's layers and random weights, the same for all; the text is Python's manual, in
-words. Gradients are clipped to a norm of 1. Each variant has a process of its own, and only those
-of ampfuse import it:
-
-    torch.autocast           FP32 weights, torch.autocast in BF16, torch's fused AdamW
-    bitsandbytes AdamW8bit   BF16 weights without masters, bitsandbytes' AdamW with 8-bit states
-    O5                       amp.initialize: BF16 weights, FP32 masters and states, fused layers
-    O5, split, 8bit          split masters and 8-bit states
-    O5, no masters, 8bit     BF16 weights alone, rounded stochastically, and 8-bit states
-
-The column memory_mib has the peak of all tensors: what is held between steps, and what a step
-allocates. bytes_per_param is that of weights, masters and states. The losses are in
-results/language_losses.csv.
+docs/memory.md describes the variants; each has a process of its own. The column memory_mib has the
+peak of all tensors, bytes_per_param the bytes of weights, masters and states.
 """
 
 from __future__ import annotations
@@ -34,7 +23,7 @@ from harness.measuring import Clock, Worker, held_bytes, measure
 from harness.results import RESULTS, Results, conditions, options_of, put, rows_of
 from torch import Tensor, nn
 
-# Layers, width, inner width, heads and words: 322 million parameters, and less for --quick.
+# Layers, width, inner width, heads, vocabulary size: 322 million parameters, less for --quick.
 SIZES = {False: (20, 1024, 2816, 16, 32000), True: (2, 64, 128, 2, 8192)}
 BATCH, TOKENS = 1, 128
 STEPS, WARM_UP, OF_A_POINT = 200, 20, 20
@@ -42,7 +31,7 @@ OPTIONS: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1
 
 
 def text() -> Tensor:
-    """Python's manual, as int64 [words]: the numbers of words and marks."""
+    """Python's manual, as int64 [tokens]: one for each word or mark."""
     words = re.findall(r"\w+|\W", "\n".join(map(topics.get, sorted(topics))))
     numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
     return torch.tensor([numbers[word] for word in words])
@@ -56,10 +45,10 @@ class Training:
     def __init__(self, quick: bool, device: torch.device) -> None:
         import transformers as hf
 
-        layers, width, inner, heads, words = SIZES[quick]
+        layers, width, inner, heads, vocab_size = SIZES[quick]
         sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner}
         config = hf.LlamaConfig(
-            vocab_size=words, num_attention_heads=heads, use_cache=False, **sizes
+            vocab_size=vocab_size, num_attention_heads=heads, use_cache=False, **sizes
         )
         torch.manual_seed(0)
         self.model = hf.LlamaForCausalLM(config).to(device)
@@ -154,7 +143,7 @@ VARIANTS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossRow:
-    """The mean loss of the steps up to `step`, in nats for each word."""
+    """The mean loss of the steps up to `step`, in nats per token."""
 
     variant: str
     step: int

@@ -1,21 +1,9 @@
-"""Norms, activations and losses in half precision, alone.
+"""Norms, activations and losses in half precision, alone, forward and backward.
 
     python benchmarks/layers.py [--device cuda] [--only norm rms ...] [--quick]
 
-Each case is forward and backward of torch's operations, in a process that never imports ampfuse,
-and of the fused one; "copy" is its bytes at the bandwidth of a copy.
-
-norm    a batch norm with its ReLU (and its residual) at the shapes of ResNet-50's layers with a
-        batch of 8 (256 on a GPU), as many as fill 96 MiB: one call of a cold process would mostly
-        measure how its instructions come from memory. On a GPU "cuDNN" is torch's operations with
-        the batch norm by cuDNN, in FP16: torch has kernels of its own for BF16. The bytes:
-        csrc/core/nn_ops/batch_norm.h
-rows    a residual addition with the layer norm after it, "rms" with an RMS norm, at the widths of
-        ConvNeXt-T, ViT-S, GPT-2 and Llama; csrc/core/nn_ops/norm.h
-gelu    an activation behind a bias, "gelu_tanh" its other form, "silu" one that is gated, at the
-        widths of ViT-S, GPT-2 and Llama; csrc/core/nn_ops/activation.h
-loss    the cross-entropy of half logits, of which torch's needs an FP32 copy, for so many words;
-        csrc/core/nn_ops/cross_entropy.h
+docs/benchmarks.md describes the cases. torch's operations run in a process that never imports
+ampfuse; "copy" is the bytes of a case at the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -126,7 +114,7 @@ def fused_loss(x: Tensor) -> Tensor:
 
 
 class Layer(NamedTuple):
-    """What a case runs: functions by variant, of `inputs` in half and then of `weights`.
+    """The functions of a case by variant, of `inputs` in half and then of `weights`.
 
     `half_bytes` are read and written for an element of the first input; `count` layers run one
     after another.

@@ -1,36 +1,10 @@
-"""Whole training steps of what people train, under torch's mixed precision and under ampfuse's.
+"""Whole training steps of common models, under torch's mixed precision and under ampfuse's.
 
     python benchmarks/nets.py [--device cuda] [--only gpt ...] [--quick] [--parts]
-    python benchmarks/nets.py --host
+    python benchmarks/nets.py --host             # the host's time, of tiny models
 
-A step is forward pass, loss, backward pass and update on one batch of random data: AdamW for what
-has attention or an LSTM, SGD with momentum for networks with batch norms, images in channels-last
-memory, cuDNN's algorithms chosen by trying them. Each variant of a network has a process of its
-own, on a GPU, where starting one takes long, for all networks; torch's never import ampfuse:
-
-    FP32                  torch, torch's fused optimizer
-    torch.amp             torch.autocast in BF16, torch's fused optimizer
-    torch.amp, compiled   the same, and model.compile()
-    torch.amp, expert     model and loss in one compiled function, and transformers' models without
-                          the attention mask that they build when compiled
-    O5                    amp.initialize: a BF16 model with FP32 masters, fused
-    O5, compiled          the same, and model.compile()
-    ..., captured         on a GPU: ours by make_graphed_step, the expert's by "reduce-overhead"
-    ..., .float() loss    torch.amp and O5 of language models, the loss of logits.float()
-    O4, O2                autocast in BF16, ampfuse's optimizer; O5 in FP16, on a GPU
-    O5, unfused           without ampfuse.nn.fuse
-    O5, recomputed        fused, under ampfuse.nn.recompute_norms; networks with batch norms
-    O5, torch's loss      --parts: of logits in FP32 memory; "norms" and so on: with these unfused
-    O5, clipped           --parts: with ampfuse's clip_grad_norm_; "O5, torch's clipping": by
-                          torch.nn.utils, of the masters' gradients
-
-"products", "attention" and "convolutions" are what these take of a step of O5, by the profiler: no
-fusion shortens them. The column memory_mib has the peak of a step's tensors. Rows of other networks
-that the CSV has stay there.
-
-With --host it is the host's time, on one thread, for networks whose kernels are next to nothing
-(see step.py), at O1 and under torch.amp in FP16: 37 linear layers of width 8, and 6 encoder layers
-of width 16.
+docs/benchmarks.md describes the variants. The column memory_mib has the peak of a step's tensors.
+Rows of other models that the CSV has stay there.
 """
 
 from __future__ import annotations
@@ -45,7 +19,7 @@ from typing import Any
 
 # oneDNN keeps 1,024 primitives by default, and what does not fit is compiled again in every step.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's word on earlier memory
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's warning about earlier memory
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 # Each process would keep as many more as there are cores, of a gigabyte each.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1" if (os.cpu_count() or 1) < 4 else "4")
@@ -123,8 +97,8 @@ class Step:
             self.model, shape = tiny_model(network)
             self.x, labels, classes = torch.randn(shape, device=device), shape[:-1], shape[-1]
         elif network in TEXTS:
-            self.model, words, classes = text_model(network, side, small=quick)
-            self.x = torch.randint(words, (batch, side), device=device)
+            self.model, vocab_size, classes = text_model(network, side, small=quick)
+            self.x = torch.randint(vocab_size, (batch, side), device=device)
             labels = labels if network.startswith("bert") else (batch, side)
         else:
             self.model, classes = image_model(network, side, classes=100), 100
@@ -272,7 +246,7 @@ class Share(Ours):
         return sum(getattr(e, time) for e in profiled.key_averages() if self.has(e)) / 1e3
 
     def has(self, event: Any) -> bool:
-        """Of operations: a GPU's kernels are events, too, and their time is that of those."""
+        """Whether it is an operation: a GPU's kernels are events, too, with the same time."""
         of_host = event.device_type == DeviceType.CPU
         return of_host and any(name in event.key for name in self.names)
 
@@ -319,7 +293,7 @@ KINDS = {
 
 
 def variants_of(network: str, options: Any) -> Variants:
-    """Those of the tables first, then all others and the shares."""
+    """The variants of the tables first, then all others and the shares."""
     if options.host:
         return HOST
     on_gpu = options.device.type == "cuda"

@@ -1,12 +1,9 @@
-"""What ``ampfuse.plan`` says of the networks of nets.py, against the peaks that were measured:
+"""The plans of ``ampfuse.plan`` for the models of nets.py, against the peaks that were measured.
 
     python benchmarks/plan.py            for results/nets_xeon.csv, nets_cpu.csv and nets_cuda.csv
     python benchmarks/plan.py --modes    for steps in the memory modes, which it takes on this CPU
 
-The column memory_mib of those files has, of a CPU, the most at one time that a step allocated, and
-of a GPU all that was allocated. Here both are all tensors, in MiB. The first measures nothing, so
-any machine can do it: in half an hour on two cores, or with ``--only`` less. The second takes ten
-minutes. Both write results/plan.csv, each its rows.
+Both write results/plan.csv, each its rows: all tensors, in MiB. The first measures nothing.
 """
 
 from __future__ import annotations

@@ -1,28 +1,11 @@
-"""What half precision does to what a network learns: each variant trains small tasks, 3 seeds.
+"""The effect of half precision on what a network learns: each variant trains small tasks, 3 seeds.
 
-    python benchmarks/quality.py [--tasks text ...] [--arms split ...]
+    python benchmarks/quality.py [--tasks text ...] [--variants split ...]
     python benchmarks/quality.py --tasks            # only prints the tables and draws the curves
-    python benchmarks/quality.py --codes            # the error of 8-bit states: harness/codes.py
+    python benchmarks/quality.py --quantization     # the error of 8-bit states
     python benchmarks/quality.py --tasks lightning fabric accelerate transformers timm
 
-Runs replace their rows. The last are the examples of frameworks, see harness/frameworks.py. Into
-results/memory_quality.csv go the ways to save memory, at O5:
-
-    wide-resnet  experiment E2's network and recipe, as Wide-ResNet-10-1 on scikit-learn's digits
-    mlp          experiment E5's MLP and loss, 256 wide, on the digits as 16x16 pixels; with
-                 momentum 0.9 and a higher rate, as E5's own recipe keeps no state and learns little
-    text         a transformer of two layers that learns sentences of a fixed grammar; AdamW
-
-Into results/fused_accuracy.csv go the levels, with batch norms fused and left as they are:
-
-    wrn16_4      E2's recipe on a Wide-ResNet-16-4 and the digits as 16x16 pixels, 15 epochs
-
-Into results/muon_quality.csv go AdamW and Muon, in FP32 and at O5 with split masters and states in
-8 bits: ``text`` for half as many steps, and ``wrn16_4`` for 5 epochs of the digits as they are.
-
-A seed gives the same initial weights, batches and dropout in every variant. A variant's loss (of
-the last 4 % of the steps; of the trained network on the test set) is within the spread if its mean
-is above the first variant's by no more than the first one's seeds differ, largest less smallest.
+Runs replace their rows. docs/benchmarks.md describes the tasks and what "within the spread" means.
 """
 
 from __future__ import annotations
@@ -39,15 +22,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from harness.codes import STEPS, measure_codes, normal
 from harness.data import SmallTransformer, digits, sentences
 from harness.models import image_model
+from harness.quantization import STEPS, measure_quantization, normal
 from harness.results import RESULTS, conditions, parser_of, put, read
 from report import markdown
 from torch import Tensor, nn
 
 from ampfuse import amp, optim
-from ampfuse.experiments.run import lr_factor
+from ampfuse.experiments.training import lr_factor
 from ampfuse.experiments.variants import squared_error
 
 CPU = torch.device("cpu")
@@ -76,7 +59,7 @@ class Row:
     """A point of a training's curve; the last has also what only the trained network has."""
 
     task: str
-    arm: str
+    variant: str
     seed: int
     step: int = 0
     loss: float = math.nan
@@ -173,7 +156,7 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
 def train(name: str, variant: str, seed: int) -> list[Row]:
     """A run as rows of the CSV."""
     torch.manual_seed(seed)
-    run = partial(Row, task=name, arm=variant, seed=seed, **conditions(CPU))
+    run = partial(Row, task=name, variant=variant, seed=seed, **conditions(CPU))
     if name not in TASKS:
         from harness.frameworks import EXAMPLES
 
@@ -231,17 +214,26 @@ def _rounded(value: float) -> float:
 def save(path: Path, rows: Sequence[Row]) -> None:
     """Runs in the place of the same runs', in the order of `VARIANTS`."""
     order = [(name, *run) for name in VARIANTS for run in product(VARIANTS[name][1], SEEDS)]
-    put(path, rows, lambda row: (row.task, row.arm, row.seed), order)
+    put(path, rows, lambda row: (row.task, row.variant, row.seed), order)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """A line for each task and variant: mean and range over the seeds, what is in the spread."""
-    columns = ["task", "arm", "training loss", "test loss", "accuracy", "losses within the spread"]
-    last = [list(run)[-1] for _, run in groupby(rows, lambda row: (row.task, row.arm, row.seed))]
+    columns = [
+        "task",
+        "variant",
+        "training loss",
+        "test loss",
+        "accuracy",
+        "losses within the spread",
+    ]
+    last = [
+        list(run)[-1] for _, run in groupby(rows, lambda row: (row.task, row.variant, row.seed))
+    ]
     lines = []
     for task, of_task in groupby(last, lambda row: row.task):
         limits: list[float] = []
-        for variant, runs in groupby(of_task, lambda row: row.arm):
+        for variant, runs in groupby(of_task, lambda row: row.variant):
             found = list(runs)
             losses = [[r.loss for r in found], [r.test_loss for r in found]]
             means = [fmean(values) for values in losses]
@@ -272,7 +264,7 @@ def draw_curves(path: Path) -> None:
         1, len(tasks), figsize=(4.6 * len(tasks), 4.2), squeeze=False, layout="constrained"
     )
     for axes, task in zip(panels[0], tasks, strict=True):
-        for mode, group in groupby(task, lambda row: row.arm):
+        for mode, group in groupby(task, lambda row: row.variant):
             at: dict[int, list[float]] = defaultdict(list)
             for row in group:
                 at[row.step].append(row.loss)
@@ -292,17 +284,21 @@ def main() -> None:
     known = dict.fromkeys(variant for _, variants in VARIANTS.values() for variant in variants)
     parser = parser_of(__doc__)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(VARIANTS))
-    parser.add_argument("--arms", nargs="+", default=list(known), choices=list(known))
-    parser.add_argument("--codes", action="store_true", help="needs bitsandbytes, runs alone")
+    parser.add_argument("--variants", nargs="+", default=list(known), choices=list(known))
+    parser.add_argument(
+        "--quantization", action="store_true", help="needs bitsandbytes, runs alone"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.codes:
+    if options.quantization:
         cases = {f"normal, sigma {sigma}": normal(sigma) for sigma in (0, 1, 2)}
-        return measure_codes(cases | {name: gradients(name) for name in ("text", "wide-resnet")})
+        return measure_quantization(
+            cases | {name: gradients(name) for name in ("text", "wide-resnet")}
+        )
     for name in options.tasks:
         file, variants = VARIANTS[name]
         for variant, seed in product(
-            [variant for variant in variants if variant in options.arms], SEEDS
+            [variant for variant in variants if variant in options.variants], SEEDS
         ):
             save(RESULTS / file, train(name, variant, seed))
             print(name, variant, seed, flush=True)

@@ -1,23 +1,26 @@
 """The tables of docs/benchmarks.md from CSV files in benchmarks/results.
 
-python benchmarks/report.py benchmarks/results/step_cpu.csv              # or of another script
-python benchmarks/report.py benchmarks/results/experiments_e?_cpu.csv    # ``make_table --csv``
+    python benchmarks/report.py benchmarks/results/step_cpu.csv              # or another script's
+    python benchmarks/report.py benchmarks/results/experiments_e?_cpu.csv    # ``make_table --csv``
 
-With ``--page docs/benchmarks.md`` the first writes into the page, too, where a comment there names
-the file; "FILE, in short", as in README.md, is the table of five models. ``--figure docs/figures``
-draws the figure of docs/index.md and of the README, of nets_cpu.csv.
+``--page docs/benchmarks.md`` also writes where a comment in the page names the file, or "FILE, in
+short" for the table of five models. ``--figure docs/figures`` draws the figure of nets_cpu.csv.
 """
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
 from harness.results import Row, parser_of, read
+
+Group = dict[str, Row]  # the rows of one line, by variant
+Columns = dict[str, Callable[[Group], str]]  # the cell of a line, by the header
 
 
 def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -26,39 +29,15 @@ def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str
     return [header, "|---" * len(columns) + "|", *body]
 
 
-# ---- steps against peers and the machine's limit -------------------------------------------------
+def table(head: str, groups: Iterable[tuple[str, Group]], columns: Columns) -> list[str]:
+    """A line for each of the `groups`, which come with their labels; without empty columns."""
+    labels, found = zip(*groups, strict=True)
+    cells = {header: [cell(group) for group in found] for header, cell in columns.items()}
+    cells = {header: texts for header, texts in cells.items() if any(texts)}
+    return markdown([head, *cells], [*zip(labels, *cells.values(), strict=True)])
 
 
-def cells(case: str, rows: list[Row]) -> dict[str, str]:
-    """One line of the table, by column: medians, with the 20th to 80th percentile."""
-    by_variant = {row.variant: row for row in rows}
-    ours, limit = by_variant["ampfuse"], by_variant.get("limit")
-    torch_routes = [row for row in rows if row.variant.startswith("torch ")]
-    best = min(torch_routes, key=attrgetter("median_ms"), default=None)
-    others = [row for row in rows if row.peer]
-    return {
-        "step": case,
-        "threads": str(ours.threads) if ours.device == "cpu" else "",
-        "ampfuse, ms": _spread(ours),
-        "the machine's limit, ms": _spread(limit),
-        "ampfuse / limit": f"{ours.median_ms / limit.median_ms:.2f}" if limit else "",
-        "share of copy bandwidth": ""
-        if math.isnan(ours.share_of_copy)
-        else f"{ours.share_of_copy:.0%} of {by_variant['copy'].gb_per_s:,.0f} GB/s",
-        "fastest torch route, ms": f"{_spread(best)} {best.variant.removeprefix('torch ')}"
-        if best
-        else "",
-        "ampfuse is faster by": f"**{_ratio(best, ours)}**" if best else "",
-        "than others": ", ".join(f"{row.variant} {_ratio(row, ours)}" for row in others),
-    }
-
-
-def _ratio(theirs: Row, ours: Row) -> str:
-    ratio = theirs.median_ms / ours.median_ms
-    return f"{ratio:.1f}x" if ratio >= 1.2 else f"{ratio:.2f}x"
-
-
-def _spread(row: Row | None, digits: int | None = None) -> str:
+def spread(row: Row | None, digits: int | None = None) -> str:
     """Median, 20th and 80th percentile; "" of a row that is not there."""
     if row is None:
         return ""
@@ -68,30 +47,75 @@ def _spread(row: Row | None, digits: int | None = None) -> str:
     return f"{median} ({low}-{high})"
 
 
-def steps_table(rows: list[Row]) -> list[str]:
-    """The cases that ampfuse has a row of, without empty columns."""
-    groups = [list(group) for _, group in groupby(rows, key=lambda row: (row.case, row.threads))]
-    ours = [group for group in groups if any(row.variant == "ampfuse" for row in group)]
-    lines = [cells(group[0].case, group) for group in ours]
-    columns = [name for name in lines[0] if any(line[name] for line in lines)]
-    return markdown(columns, [[line[column] for column in columns] for line in lines])
+# ---- steps against peers and the machine's limit -------------------------------------------------
 
 
-def variants_table(rows: list[Row]) -> list[str]:
+def best_of_torch(group: Group) -> Row | None:
+    routes = [row for name, row in group.items() if name.startswith("torch ")]
+    return min(routes, key=attrgetter("median_ms"), default=None)
+
+
+def ratio(theirs: Row | None, group: Group) -> str:
+    """Their time over ampfuse's."""
+    if theirs is None:
+        return ""
+    value = theirs.median_ms / group["ampfuse"].median_ms
+    return f"{value:.1f}x" if value >= 1.2 else f"{value:.2f}x"
+
+
+def _over_limit(group: Group) -> str:
+    limit = group.get("limit")
+    return f"{group['ampfuse'].median_ms / limit.median_ms:.2f}" if limit else ""
+
+
+def _share_of_copy(group: Group) -> str:
+    share = group["ampfuse"].share_of_copy
+    return "" if math.isnan(share) else f"{share:.0%} of {group['copy'].gb_per_s:,.0f} GB/s"
+
+
+def _fastest_route(group: Group) -> str:
+    best = best_of_torch(group)
+    return f"{spread(best)} {best.variant.removeprefix('torch ')}" if best else ""
+
+
+STEPS: Columns = {
+    "threads": lambda by: str(by["ampfuse"].threads) if by["ampfuse"].device == "cpu" else "",
+    "ampfuse, ms": lambda by: spread(by["ampfuse"]),
+    "the machine's limit, ms": lambda by: spread(by.get("limit")),
+    "ampfuse / limit": _over_limit,
+    "share of copy bandwidth": _share_of_copy,
+    "fastest torch route, ms": _fastest_route,
+    "ampfuse is faster by": lambda by: (gain := ratio(best_of_torch(by), by)) and f"**{gain}**",
+    "than others": lambda by: ", ".join(
+        f"{name} {ratio(row, by)}" for name, row in by.items() if row.peer
+    ),
+}
+
+
+def _grouped(rows: Sequence[Row]) -> list[Group]:
+    groups = groupby(rows, key=attrgetter("case", "threads"))
+    return [{row.variant: row for row in group} for _, group in groups]
+
+
+def steps_table(rows: Sequence[Row]) -> list[str]:
+    """The cases that ampfuse has a row of."""
+    groups = [by for by in _grouped(rows) if "ampfuse" in by]
+    return table("step", [(by["ampfuse"].case, by) for by in groups], STEPS)
+
+
+def variants_table(rows: Sequence[Row]) -> list[str]:
     """A column for each variant: milliseconds, and the share of copy bandwidth."""
-    variants = dict.fromkeys(row.variant for row in rows)
-    several = len({row.threads for row in rows}) > 1
-    lines = []
-    for (case, threads), group in groupby(rows, key=lambda row: (row.case, row.threads)):
-        found = {row.variant: row for row in group}
-        case += f", {threads} threads" if several else ""
-        lines.append([case, *(_spread_and_share(found.get(name)) for name in variants)])
-    return markdown(["ms", *variants], lines)
 
+    def cell(variant: str, by: Group) -> str:
+        row = by.get(variant)
+        share = "" if row is None or math.isnan(row.share_of_copy) else f", {row.share_of_copy:.0%}"
+        return spread(row) + share
 
-def _spread_and_share(row: Row | None) -> str:
-    share = "" if row is None or math.isnan(row.share_of_copy) else f", {row.share_of_copy:.0%}"
-    return _spread(row) + share
+    several, groups = len({row.threads for row in rows}) > 1, []
+    for by in _grouped(rows):
+        row = next(iter(by.values()))
+        groups.append((row.case + f", {row.threads} threads" * several, by))
+    return table("ms", groups, {row.variant: partial(cell, row.variant) for row in rows})
 
 
 def report_of(rows: list[Row]) -> list[str]:
@@ -111,7 +135,7 @@ def report_of(rows: list[Row]) -> list[str]:
     return [*lines, conditions_of(rows)]
 
 
-def conditions_of(rows: list[Row], *, spread: bool = True) -> str:
+def conditions_of(rows: Sequence[Row], *, spread: bool = True) -> str:
     """Where, with what and when they were measured; and what cells have, with `spread` or not."""
     count = min(row.n for row in rows)
     columns = ("{hardware}", "{isa}", "torch {torch}", "ampfuse {ampfuse}", "{peer}", "{date}")
@@ -139,118 +163,107 @@ _TORCHS = ("torch.amp", "torch.amp, compiled", "torch.amp, expert", "torch.amp, 
 _OURS = ("O5", "O5, compiled", "O5, captured", "O5, compiled and captured")
 _KINDS = ("products", "attention", "convolutions")
 _WAYS = ("O5, unfused", "O5, recomputed")
-_FLOATS = ("torch.amp, .float() loss", "O5, .float() loss")
-_PARTS = (
-    *(f"O5, torch's {part}" for part in ("loss", "norms", "activations", "clipping")),
-    "O5, clipped",
+# Columns of the last tables, and of those the variants of which a model has to have one.
+_BESIDE = (
+    (("O5",), _WAYS),
+    (("torch.amp", "O5"), ("torch.amp, .float() loss", "O5, .float() loss")),
+    (
+        ("O5",),
+        (
+            *(f"O5, torch's {part}" for part in ("loss", "norms", "activations", "clipping")),
+            "O5, clipped",
+        ),
+    ),
 )
 _DRAWN = ("GPT", "BERT-small", "ViT-S/16", "ConvNeXt-T", "ResNet-50")
 
 
-def by_network(rows: list[Row]) -> dict[str, dict[str, Row]]:
+def by_network(rows: Sequence[Row]) -> dict[str, Group]:
     """The rows of each network by variant; without networks of a run that was cut off."""
-    networks: dict[str, dict[str, Row]] = {}
+    networks: dict[str, Group] = {}
     for row in rows:
         networks.setdefault(row.case, {})[row.variant] = row
-    return {
-        network: by for network, by in networks.items() if "O5" in by and by.keys() & {*_TORCHS}
-    }
+    return {name: by for name, by in networks.items() if "O5" in by and by.keys() & {*_TORCHS}}
 
 
-def fastest(by: dict[str, Row]) -> tuple[Row, Row]:
+def fastest(by: Group) -> tuple[Row, Row]:
     """torch.amp's and O5's."""
-    torchs, ours = (
-        [by[variant] for variant in variants if variant in by] for variants in (_TORCHS, _OURS)
-    )
-    return min(torchs, key=attrgetter("median_ms")), min(ours, key=attrgetter("median_ms"))
+    both = ([by[name] for name in names if name in by] for names in (_TORCHS, _OURS))
+    theirs, ours = (min(rows, key=attrgetter("median_ms")) for rows in both)
+    return theirs, ours
 
 
-def networks_table(
-    networks: dict[str, dict[str, Row]],
-    variants: Sequence[str],
-    unit: str = "ms",
-    of: Sequence[str] = (),
-    cell: Callable[[Row | None], str] | None = None,
-) -> list[str]:
-    """Times or memory of those of `variants` that were measured; networks that have one of `of`."""
-    variants = [variant for variant in variants if any(variant in by for by in networks.values())]
-    cell = cell or (_whole if unit == "ms" else _mib)
-    found = [network for network, by in networks.items() if not of or by.keys() & {*of}]
-    lines = [
-        [network, *(cell(networks[network].get(variant)) for variant in variants)]
-        for network in found
+def _whole(row: Row) -> str:
+    return spread(row, 0 if row.median_ms >= 100 else 1)
+
+
+def _number(row: Row) -> str:
+    return f"{row.median_ms:.0f}" if row.median_ms >= 100 else f"{row.median_ms:.1f}"
+
+
+def _mib(row: Row) -> str:
+    return f"{row.memory_mib:,.0f}"
+
+
+def _variants(names: Sequence[str], unit: str, cell: Callable[[Row], str]) -> Columns:
+    def text(name: str, by: Group) -> str:
+        return cell(by[name]) if name in by else ""
+
+    return {f"{name}, {unit}": partial(text, name) for name in names}
+
+
+def _gain(by: Group) -> str:
+    theirs, ours = fastest(by)
+    mark = "**" * (ours.p80_ms < theirs.p20_ms)  # beyond the spread of both
+    return f"{mark}{theirs.median_ms / ours.median_ms:.2f}x{mark}"
+
+
+def _times(others: Sequence[str], cell: Callable[[Row], str]) -> Columns:
+    columns = _variants(["FP32", *_TORCHS, *_OURS, *others], "ms", cell)
+    return columns | {"gain, fastest against fastest": _gain}
+
+
+def _shares(by: Group) -> list[float]:
+    return [by[kind].median_ms / by["O5"].median_ms if kind in by else 0 for kind in _KINDS]
+
+
+_SHARES: Columns = {
+    kind: lambda by, i=i: f"{_shares(by)[i]:.0%}" for i, kind in enumerate(_KINDS)
+} | {"together": lambda by: f"{sum(_shares(by)):.0%}"}
+
+
+def network_tables(rows: Sequence[Row]) -> list[list[str]]:
+    """Tables of times and gains; of the shares of O5's time; of memory; of variants beside O5."""
+    groups = by_network(rows).items()
+    memory = _variants(["FP32", *_TORCHS[:3], *_OURS[:2], *_WAYS], "MiB", _mib)
+    tables = [
+        table("model", groups, _times(["O4", "O2"], _whole)),
+        table("model", groups, _SHARES),
+        table("model", groups, memory),
     ]
-    return markdown(["model", *(f"{variant}, {unit}" for variant in variants)], lines)
+    for beside, names in _BESIDE:
+        if having := [(name, by) for name, by in groups if by.keys() & {*names}]:
+            tables.append(table("model", having, _variants([*beside, *names], "ms", _whole)))
+    return tables
 
 
-def times_table(
-    networks: dict[str, dict[str, Row]],
-    others: Sequence[str] = (),
-    cell: Callable[[Row | None], str] | None = None,
-) -> list[str]:
-    """Of the variants that were measured, and how much faster O5 is at its fastest."""
-    both = map(fastest, networks.values())
-    gains = []
-    for theirs, ours in both:
-        mark = "**" * (ours.p80_ms < theirs.p20_ms)  # beyond the spread of both
-        gains.append(f"{mark}{theirs.median_ms / ours.median_ms:.2f}x{mark} |")
-    lines = networks_table(networks, ["FP32", *_TORCHS, *_OURS, *others], cell=cell)
-    columns = [lines[0] + " gain, fastest against fastest |", lines[1] + "---|"]
-    return columns + [f"{line} {gain}" for line, gain in zip(lines[2:], gains, strict=True)]
-
-
-def in_short(rows: list[Row]) -> list[str]:
+def in_short(rows: Sequence[Row]) -> list[str]:
     """The table of five networks, and a sentence on who is faster, beyond the spread of both."""
-    networks = {
-        network: by for network, by in by_network(rows).items() if network.split(" (")[0] in _DRAWN
-    }
+    groups = by_network(rows).items()
+    groups = [(name, by) for name, by in groups if name.split(" (")[0] in _DRAWN]
     found: dict[str, list[str]] = {"faster": [], "as fast within the spread": [], "slower": []}
-    for network, by in networks.items():
+    for name, by in groups:
         theirs, ours = fastest(by)
         place = 1 - (ours.p80_ms < theirs.p20_ms) + (ours.p20_ms > theirs.p80_ms)
         gain = theirs.median_ms / ours.median_ms
-        found[[*found][place]].append(f"{network.split(' (')[0]} ({gain:.2f}x)")
+        found[[*found][place]].append(f"{name.split(' (')[0]} ({gain:.2f}x)")
     said = "; ".join(f"{place} for {', '.join(gains)}" for place, gains in found.items() if gains)
     return [
-        *times_table(networks, cell=lambda row: _number(row.median_ms) if row else ""),
+        *table("model", groups, _times((), _number)),
         "",
         f"The gain compares the fastest columns of O5 and torch.amp: ampfuse is {said}.",
-        conditions_of([row for by in networks.values() for row in by.values()], spread=False),
+        conditions_of([row for _, by in groups for row in by.values()], spread=False),
     ]
-
-
-def network_tables(rows: list[Row]) -> list[list[str]]:
-    """Of times and gains; of what O5's time is spent on; of memory; of variants beside O5."""
-    networks, shares_of_kinds = by_network(rows), []
-    for network, by in networks.items():
-        shares = [by[kind].median_ms / by["O5"].median_ms if kind in by else 0 for kind in _KINDS]
-        shares_of_kinds.append([network, *(f"{share:.0%}" for share in (*shares, sum(shares)))])
-    return [
-        times_table(networks, ["O4", "O2"]),
-        markdown(["model", *_KINDS, "together"], shares_of_kinds),
-        networks_table(networks, ["FP32", *_TORCHS[:3], *_OURS[:2], *_WAYS], "MiB"),
-        *(
-            networks_table(networks, [*beside, *variants], of=variants)
-            for beside, variants in (
-                (["O5"], _WAYS),
-                (["torch.amp", "O5"], _FLOATS),
-                (["O5"], _PARTS),
-            )
-            if any(variant in by for variant in variants for by in networks.values())
-        ),
-    ]
-
-
-def _mib(row: Row | None) -> str:
-    return "" if row is None else f"{row.memory_mib:,.0f}"
-
-
-def _whole(row: Row | None) -> str:
-    return _spread(row, 0 if row is not None and row.median_ms >= 100 else 1)
-
-
-def _number(ms: float) -> str:
-    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}"
 
 
 _BARS = ("FP32", "torch.amp at its fastest", "ampfuse at its fastest")
@@ -303,8 +316,8 @@ def experiments_table(rows: list[dict[str, str]]) -> list[str]:
     rows = sorted(rows, key=lambda row: (row["recipe"], row["model"], int(row["batch_size"])))
     lines = []
     for (model, batch), group in groupby(rows, key=lambda row: (row["model"], row["batch_size"])):
-        by_method = {row["method"]: row for row in group}
-        variants = [by_method[name] for name in ("fp32", "amp-bf16", "O5")]
+        by_variant = {row["variant"]: row for row in group}
+        variants = [by_variant[name] for name in ("fp32", "amp-bf16", "O5")]
         means, deviations = (
             [1e3 * float(row[column] or 0) / int(row["iterations"]) for row in variants]
             for column in ("time_s_mean", "time_s_std")

@@ -2,27 +2,13 @@
 
     python benchmarks/step.py                    # CPU, with 1 thread and with all
     python benchmarks/step.py --device cuda
-    python benchmarks/step.py --all              # more cases: see harness/cases.py
     python benchmarks/step.py --only adamw-64M-bf16 --repeats 5
-    python benchmarks/step.py --no-compile       # half the time: not what torch.compile makes
     python benchmarks/step.py --modes --only adamw-64M-bf16 --csv ...   # the memory modes too
     python benchmarks/step.py --meter --only bf16 --csv ...             # metered steps too
-    python benchmarks/step.py --skips --only 64M-bf16 --csv ...         # what checks of steps cost
-    python benchmarks/step.py --host             # how long the host is busy
-    python benchmarks/step.py --quick            # does it run? a hundredth of each size
+    python benchmarks/step.py --skips --only 64M-bf16 --csv ...         # the cost of step checks
 
-One step is: unscale, check for overflow, clip, update, cast back. The "limit" is what the step
-would take at the bandwidth measured in the same rounds, "copy" at copy bandwidth; of Muon there are
-"products" and "peak" (harness/limits.py). Peers (harness/routes.py) are measured where they are
-installed, in a process that never imports ampfuse. Writes one CSV row per variant; report.py prints
-them.
-
-"metered" is a step that ``optimizer.meter`` reads, "metered, bits" one with ``changed_bits``, and
-"meter off" a step between two metered ones: it runs the kernels of a plain one.
-
-With --host the kernels are next to nothing. On a GPU a time is that of the Python calls with the
-GPU idle before them, not waiting for what they queued. On a CPU the kernels run inside the calls
-and count, so tensors have one element: an upper bound of the host's time.
+docs/benchmarks.md describes the steps, the limits and the host's time. Writes one CSV row per
+variant; report.py prints them.
 """
 
 from __future__ import annotations

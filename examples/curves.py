@@ -1,6 +1,6 @@
 """Draws the training loss of an example in native BF16, at O5 and at O2.
 
-    python examples/curves.py gpt --arms native O5 O2 --seeds 3
+    python examples/curves.py gpt --variants native O5 O2 --seeds 3
 
 Each run is a process of its own, and a native one never imports ampfuse. The means of 100
 parts of each run go into figures/NAME.csv, their curves into figures/NAME.svg.
@@ -20,12 +20,19 @@ from matplotlib.figure import Figure
 from ampfuse.hardware import cpu_model
 
 EXAMPLES = Path(__file__).parent
-ARMS = {"native": ("native BF16", "k", 3), "O5": ("O5", "C9", 1.8), "O2": ("O2", "C1", 0.8)}
+VARIANTS = {"native": ("native BF16", "k", 3), "O5": ("O5", "C9", 1.8), "O2": ("O2", "C1", 0.8)}
 
 
-def run(name: str, arm: str, seed: int) -> np.ndarray:  # [100, 2]: step and loss
+def run(name: str, variant: str, seed: int) -> np.ndarray:  # [100, 2]: step and loss
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, EXAMPLES / f"{name}.py", "--precision", arm, "--seed", str(seed)]
+        command = [
+            sys.executable,
+            EXAMPLES / f"{name}.py",
+            "--precision",
+            variant,
+            "--seed",
+            str(seed),
+        ]
         subprocess.run([*command, "--csv", f"{folder}/losses.csv"], check=True)
         steps = np.loadtxt(f"{folder}/losses.csv", delimiter=",", skiprows=1)
     return np.array([part.mean(0) for part in np.array_split(steps, min(100, len(steps)))])
@@ -34,17 +41,17 @@ def run(name: str, arm: str, seed: int) -> np.ndarray:  # [100, 2]: step and los
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=["gpt", "hf_finetune", "lightning_digits"])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     args = parser.parse_args(argv)
 
     figure, rows = Figure(figsize=(6, 3.6), layout="constrained"), ["precision,seed,step,loss"]
     axes = figure.subplots()
-    for arm in args.arms:
-        curves = np.stack([run(args.name, arm, seed) for seed in range(args.seeds)])
+    for variant in args.variants:
+        curves = np.stack([run(args.name, variant, seed) for seed in range(args.seeds)])
         for seed, curve in enumerate(curves):
-            rows += [f"{arm},{seed},{step:g},{loss:.4g}" for step, loss in curve]
-        steps, losses, (label, color, width) = curves[0, :, 0], curves[:, :, 1], ARMS[arm]
+            rows += [f"{variant},{seed},{step:g},{loss:.4g}" for step, loss in curve]
+        steps, losses, (label, color, width) = curves[0, :, 0], curves[:, :, 1], VARIANTS[variant]
         axes.fill_between(steps, losses.min(0), losses.max(0), color=color, alpha=0.15, lw=0)
         axes.plot(steps, losses.mean(0), label=label, color=color, lw=width)
     axes.set(xlabel="step", yscale="log", title=f"{args.name}.py: training loss, not speed")

@@ -222,8 +222,8 @@ _PRECISIONS = [flag.fp32_precision for flag in _FLAGS]
 
 @pytest.fixture(autouse=True)
 def precision_as_it_was():
-    """The experiments' arms set it, for a process of their own, or in a fixture that several tests
-    share; mixed, torch.export refuses it.
+    """The experiments' variants set it, in a process of their own or in a fixture that several
+    tests share; mixed, torch.export refuses it.
     """
     yield
     for flag, precision in zip(_FLAGS, _PRECISIONS, strict=True):

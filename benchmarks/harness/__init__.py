@@ -1,2 +1,3 @@
-"""What the benchmarks share. Except for what quality.py trains with, no module here or of a script
-imports ampfuse at its top, because processes of peers import them (``measuring.Worker``)."""
+"""Modules that the benchmarks share. Except for what quality.py trains with, no module here or of a
+script imports ampfuse at its top, because processes of peers import them (``measuring.Worker``).
+"""

@@ -1,4 +1,4 @@
-"""What is measured: an optimizer, the tensors it steps, their precision, and what the step does."""
+"""The cases: an optimizer, the tensors it steps, their precision, and the work of a step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """Of a row."""
+        """The columns of a row."""
         what = {"case": self.name, "optimizer": self.optimizer, "params": self.params}
         return what | {"dtype": self.precision, "does": self.does}
 

@@ -1,4 +1,4 @@
-"""What the small trainings learn from: handwritten digits, and sentences of a fixed grammar."""
+"""Data of the small trainings: handwritten digits, and sentences of a fixed grammar."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def digits(side: int) -> tuple[Tensor, ...]:
 
 
 _ADJECTIVES, _NOUNS, _VERBS = 40, 120, 80
-WORDS = 4 + _ADJECTIVES + _NOUNS + 2 * _VERBS  # "." and three determiners first
+VOCAB_SIZE = 4 + _ADJECTIVES + _NOUNS + 2 * _VERBS  # "." and three determiners first
 CONTEXT = 32
 
 
 @cache
 def sentences() -> tuple[Tensor, ...]:
-    """Word numbers int64 [n, 32] of "det adj+ noun verb det adj+ noun ." on and on; the next words.
+    """Tokens int64 [n, 32] of "det adj+ noun verb det adj+ noun ." on and on; the next tokens.
 
     To learn by heart: each of the 4,800 pairs of adjective and noun (in Zipf's frequencies) admits
     two verbs, the first determiner one form of them, and each verb eight objects.
@@ -57,21 +57,21 @@ def sentences() -> tuple[Tensor, ...]:
 
 
 class SmallTransformer(nn.Module):
-    """Word numbers [n, 32] to scores [n, 32, words]; pre-norm, learned positions."""
+    """Tokens [n, 32] to scores [n, 32, vocabulary]; pre-norm, learned positions."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, width)
+        self.embedding = nn.Embedding(VOCAB_SIZE, width)
         self.positions = nn.Parameter(0.02 * torch.randn(CONTEXT, width))
         layer = nn.TransformerEncoderLayer(
             width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         norm = nn.LayerNorm(width)
         self.blocks = nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False)
-        self.head = nn.Linear(width, WORDS, bias=False)
-        nn.init.normal_(self.words.weight, std=0.02)
+        self.head = nn.Linear(width, VOCAB_SIZE, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
 
-    def forward(self, words: Tensor) -> Tensor:
-        hidden = self.words(words) + self.positions
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens) + self.positions
         mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, dtype=hidden.dtype)
         return self.head(self.blocks(hidden, mask, is_causal=True))

@@ -125,8 +125,8 @@ def train_accelerate(variant: str) -> float:
 
 
 def train_transformers(variant: str) -> float:
-    words = [torch.cat([a, b[:, -1:]], 1) for a, b in zip(*[iter(sentences())] * 2, strict=True)]
-    train, test = ([{"input_ids": row, "labels": row} for row in rows] for rows in words)
+    tokens = [torch.cat([a, b[:, -1:]], 1) for a, b in zip(*[iter(sentences())] * 2, strict=True)]
+    train, test = ([{"input_ids": row, "labels": row} for row in rows] for rows in tokens)
     sizes = {"n_positions": 33, "n_embd": 64, "n_layer": 2, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=364, **sizes))
     quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}

@@ -1,14 +1,6 @@
-"""The machine's limits, measured here on arrays far larger than the caches.
-
-copy
-    The step's bytes at the bandwidth of a copy: as many read as written, each once. On a CPU it is
-    an update in place, so that no memory is read only to be overwritten.
-limit
-    The bytes of the update at that bandwidth, and those of the inspection at the bandwidth of
-    reading.
-products, peak
-    For a step of Muon: its orthogonalization alone; and as many operations in products of
-    1,024 x 1,024 in BF16.
+"""The machine's limits ("copy", "limit", "products", "peak"; see docs/benchmarks.md), measured here
+on arrays far larger than the caches. On a CPU the copy is an update in place, so that no memory is
+read only to be overwritten.
 """
 
 from __future__ import annotations

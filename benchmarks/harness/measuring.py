@@ -1,4 +1,4 @@
-"""How the benchmarks measure: rounds over all variants, a cold cache, peers in their own process.
+"""The way the benchmarks measure: rounds over all variants, a cold cache, peers in own processes.
 
 :func:`measure` runs the variants of a case (ours, the peers, the machine's limits) in turns, so
 that other load of the machine affects all of them alike. Peers run in a :class:`Worker`.
@@ -58,7 +58,7 @@ class Clock:
             self._cycles_per_ms = cycles / taken
 
     def milliseconds(self, call: Callable[[], object], queueing_ms: float = 0.0) -> float:
-        """Of one call, which the host queues in `queueing_ms`: a GPU idles that long before it."""
+        """The time of a call. The host queues it in `queueing_ms`; a GPU idles that long before."""
         self._cold.sum()
         if self.device.type == "cuda":
             return self._on_gpu(call, int(queueing_ms * self._cycles_per_ms))
@@ -145,7 +145,7 @@ class Variant:
         return peak / 2**20
 
     def answer(self) -> Any:
-        """What the call's method `answer` returns."""
+        """The result of the call's method `answer`."""
         return self.call.answer()  # type: ignore[attr-defined]
 
     def _prepare(self) -> None:
@@ -153,7 +153,7 @@ class Variant:
 
 
 def held_bytes(model: Any, optimizer: Any) -> int:
-    """What parameters, masters, buffers and states hold, each storage once."""
+    """Bytes of parameters, masters, buffers and states, each storage once."""
     masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = pytree.tree_leaves([*map(dict, optimizer.state.values())])
     tensors = [*model.parameters(), *masters, *model.buffers(), *filter(torch.is_tensor, states)]

@@ -30,11 +30,11 @@ def image_model(name: str, image_size: int = 32, channels: int = 3, **options: A
 
 
 class Tagger(nn.Module):
-    """A label for each word, by an LSTM in both directions."""
+    """A label for each token, by an LSTM in both directions."""
 
-    def __init__(self, words: int, width: int, classes: int) -> None:
+    def __init__(self, vocab_size: int, width: int, classes: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(words, width)
+        self.embedding = nn.Embedding(vocab_size, width)
         self.lstm = nn.LSTM(width, width, 2, batch_first=True, bidirectional=True)
         self.head = nn.Linear(2 * width, classes)
 
@@ -63,10 +63,10 @@ class _Logits(nn.Module):
         self.model.set_attn_implementation("sdpa_without_mask")
 
 
-# Layers, width, heads and words.
+# Layers, width, heads and vocabulary size.
 TEXTS = {
     "gpt": (6, 384, 6, 16384),
-    "gpt2": (12, 768, 12, 50304),  # 124 M parameters; the words are a multiple of 64
+    "gpt2": (12, 768, 12, 50304),  # 124 M parameters; a multiple of 64 tokens
     "llama": (14, 768, 12, 32000),  # 148 M
     "bert_small": (4, 512, 8, 16384),  # Turc et al. 2019
     "bert_base": (12, 768, 12, 30522),
@@ -75,28 +75,30 @@ TEXTS = {
 
 
 def text_model(name: str, tokens: int, small: bool = False) -> tuple[nn.Module, int, int]:
-    """One of `TEXTS`, the number of its words and that of its classes; `small` ones have two layers
-    and 512 words."""
-    layers, width, heads, words = TEXTS[name]
+    """One of `TEXTS`, its vocabulary size and number of classes; `small` ones have two layers
+    and 512 tokens."""
+    layers, width, heads, vocab_size = TEXTS[name]
     if small:
-        layers, words = 2, 512
+        layers, vocab_size = 2, 512
     if name == "lstm_tagger":
-        return Tagger(words, width, 32), words, 32
+        return Tagger(vocab_size, width, 32), vocab_size, 32
     import transformers as hf
 
     if name.startswith("gpt"):
         sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": tokens}
         drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         tokens_of = dict.fromkeys(("bos_token_id", "eos_token_id"))
-        config = hf.GPT2Config(vocab_size=words, use_cache=False, **sizes, **drop, **tokens_of)
-        return _Logits(hf.GPT2LMHeadModel(config)), words, words
+        config = hf.GPT2Config(vocab_size=vocab_size, use_cache=False, **sizes, **drop, **tokens_of)
+        return _Logits(hf.GPT2LMHeadModel(config)), vocab_size, vocab_size
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     if name == "llama":
         sizes |= {"intermediate_size": 8 * width // 3, "max_position_embeddings": tokens}
-        config = hf.LlamaConfig(vocab_size=words, use_cache=False, **sizes)
-        return _Logits(hf.LlamaForCausalLM(config)), words, words
-    config = hf.BertConfig(vocab_size=words, intermediate_size=4 * width, num_labels=2, **sizes)
-    return _Logits(hf.BertForSequenceClassification(config)), words, 2
+        config = hf.LlamaConfig(vocab_size=vocab_size, use_cache=False, **sizes)
+        return _Logits(hf.LlamaForCausalLM(config)), vocab_size, vocab_size
+    config = hf.BertConfig(
+        vocab_size=vocab_size, intermediate_size=4 * width, num_labels=2, **sizes
+    )
+    return _Logits(hf.BertForSequenceClassification(config)), vocab_size, 2
 
 
 def tiny_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:

@@ -64,7 +64,7 @@ def tensors_of(case: Case, device: torch.device) -> tuple[list[Tensor], list[Ten
 
 
 class Route:
-    """What all routes have: `params`, the model weights.
+    """The base of all routes; `params` are the model weights.
 
     Arguments:
         scaler: the class of the scaler, or None if gradients have no scale.
@@ -88,7 +88,7 @@ class Route:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """What a backward pass would do before the next step, which is not measured."""
+        """Do what a backward pass would before the next step; not measured."""
         if self.case.gradients == "new":
             self._set([gradient.clone() for gradient in self.gradients])
         elif self.rewrites:

@@ -189,7 +189,7 @@ def test_language_model_table_is_that_of_the_csvs():
 def test_demo_table_is_that_of_the_csv():
     lines = cells(table(BENCHMARKS, "| level | precision | time, s |"))
     for (level, _, *shown), row in zip(lines, records(RESULTS / "demo_cpu.csv"), strict=True):
-        assert level == row["method"]
+        assert level == row["variant"]
         assert shown == [
             f"{float(row['time_s_mean']):.1f}",
             f"{float(row['images_per_s_mean']):,.0f}",

@@ -34,11 +34,11 @@ class ResultFolder:
 
 
 def divergence(step: int = 31) -> dict[str, Any]:
-    return {"step": step, "reason": "the training loss became nan", "suggestion": "try O2"}
+    return {"step": step, "reason": "the training loss became nan"}
 
 
 _RESULT = {
-    **{"format": 2, "recipe": "e1", "experiment": "cifar", "model": "vgg16", "method": "FP32"},
+    **{"format": 3, "recipe": "e1", "experiment": "cifar", "model": "vgg16", "variant": "FP32"},
     **{"gpu": "T4", "batch_size": 128, "optimizer": "sgd", "repeat": 0, "seed": 0},
     **{"iterations": 100, "epochs": 6.25, "time_s": 5.0},
     **{"memory_mb": 1500.0, "memory_kind": "max_memory_allocated"},
@@ -46,10 +46,10 @@ _RESULT = {
     **{"images_per_s": 2560.0, "images_per_s_min": 2100.0, "images_per_s_max": 2600.0},
     **{"loss_scale": 1.0, "skipped_steps": 0, "diverged": None},
     "conditions": {
-        **{"arm": "fp32", "data": "synthetic", "kind": "cifar10", "loader": "resident"},
+        **{"precision": "fp32", "data": "synthetic", "kind": "cifar10", "loader": "resident"},
         **{"workers": None, "train_size": 2048, "test_size": 512, "image_size": 32},
         **{"augment": False, "shuffle": False, "channels_last": True},
-        **{"cudnn_benchmark": True, "graph": False, "deterministic": False, "lr": 0.01},
+        **{"graph": False, "deterministic": False, "lr": 0.01},
         **{"world_size": 1, "device": "Tesla T4"},
         **{"torch": "2.14.1", "ampfuse": "0.1.0", "cuda": "13.0"},
     },

@@ -14,8 +14,8 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from ampfuse.__main__ import main
-from ampfuse.experiments.run import Run
 from ampfuse.experiments.settings import LEVELS, VARIANTS
+from ampfuse.experiments.training import Run
 from ampfuse.measuring import tensor_memory
 
 EPOCHS, BATCH_SIZE = 2, 256
@@ -36,7 +36,7 @@ def test_table_and_files(tmp_path, capsys):
     assert main(f"demo --device cpu {options}".split()) == 0
     printed = capsys.readouterr().out
     rows = read(folder / "levels.csv")
-    assert [row["method"] for row in rows] == list(LEVELS)
+    assert [row["variant"] for row in rows] == list(LEVELS)
     for level, row in zip(LEVELS, rows, strict=True):
         cells = re.search(rf"^\| {level} +\| (.+) \|$", printed, re.MULTILINE)
         seconds, speed, memory, accuracy, skipped, scale = cells[1].replace(",", "").split("|")
@@ -100,7 +100,7 @@ def demo(folder: Path, *options: object) -> list[dict[str, str]]:
 def test_every_level_learns(seed, tmp_path):
     """At least 97 %, and within one point of FP32 but for pure FP16."""
     rows = demo(tmp_path, "--seed", seed)
-    accuracy = {row["method"]: float(row["accuracy_pct_mean"]) / 100 for row in rows}
+    accuracy = {row["variant"]: float(row["accuracy_pct_mean"]) / 100 for row in rows}
     for level in ("O0", "O1", "O2", "O4", "O5"):
         assert accuracy[level] >= 0.97
         assert abs(accuracy[level] - accuracy["O0"]) <= 0.01
@@ -109,6 +109,6 @@ def test_every_level_learns(seed, tmp_path):
 @pytest.mark.benchmark
 def test_no_level_is_much_slower_than_fp32(tmp_path):
     rows = demo(tmp_path, "--device", "cpu")
-    seconds = {row["method"]: float(row["time_s_mean"]) for row in rows}
+    seconds = {row["variant"]: float(row["time_s_mean"]) for row in rows}
     assert max(seconds.values()) <= 2.5 * seconds["O0"]
     assert sum(seconds.values()) < 180

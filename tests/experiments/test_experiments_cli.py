@@ -1,7 +1,6 @@
 """The trainers' command lines: what old and new flags mean; test_experiments_failures.py has what
 is refused."""
 
-import importlib
 import itertools
 
 import pytest
@@ -10,24 +9,25 @@ import torch
 pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 
-from ampfuse.experiments import SCRIPTS, results
-from ampfuse.experiments.run import lr_factor
+from ampfuse.experiments import recipes, results
 from ampfuse.experiments.settings import VARIANTS, Settings, parse, runs_of
+from ampfuse.experiments.training import lr_factor
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-MODULES = {name: importlib.import_module(f"ampfuse.experiments.{name}") for name in SCRIPTS}
+SCRIPTS = {script.name: script for script in (recipes.CIFAR, recipes.IMAGENET, recipes.MNIST)}
+SCRIPTS["mlp"] = recipes.MLP
 
 
 def runs(line: str, device: torch.device = CUDA) -> list[Settings]:
     name, *words = line.split()
-    script = MODULES[name].SCRIPT
+    script = SCRIPTS[name]
     return runs_of(parse(script, words, name), script, device)
 
 
 def run(line: str, device: torch.device = CUDA) -> Settings:
     """The first of the repeats of one variant."""
     first, *others = runs(line, device)
-    assert {first.arm, *(other.arm for other in others)} == {first.arm}
+    assert {first.precision, *(other.precision for other in others)} == {first.precision}
     assert len(others) == first.repeats - 1
     return first
 
@@ -38,44 +38,48 @@ AS_E1 |= {"optimizer": "sgd", "lr": 0.01, "momentum": 0.9, "recipe": "e1", "data
 AS_E1 |= {"shuffle": False, "augment": False, "mean": (0.5, 0.5, 0.5)}
 OF_2018 = "imagenet -a resnet50 -j 4 -b 128 --static-loss-scale 256 /data/imagenet"
 AS_2018 = {"model": "resnet50", "batch_size": 128, "workers": 4, "data": "/data/imagenet"}
-AS_2018 |= {"loader": "workers", "iterations": 360}
+AS_2018 |= {"iterations": 360}
 OF_2019 = "--opt-level O2 --keep-batchnorm-fp32 True --loss-scale 128.0 --channels-last True "
 OF_2019 += "--epochs 90 --workers 4 --deterministic"
-AS_2019 = {"arm": "O2", "keep_batchnorm_fp32": True, "loss_scale": 128.0, "data": "DIR"}
+AS_2019 = {"precision": "O2", "keep_batchnorm_fp32": True, "loss_scale": 128.0, "data": "DIR"}
 AS_2019 |= {"channels_last": True, "deterministic": True, "epochs": 90, "iterations": None}
 AS_2019 |= {"schedule": "steps", "evaluate": True}
 FOLDERS = ("DIR -a resnet50 {}", "-a resnet50 DIR {}", "{} -a resnet50 DIR")
 LINES = {
     # The published scripts', as they stood.
-    f"{E1} --mode FP32": {**AS_E1, "arm": "fp32", "method": "FP32", "loss_scale": None},
-    f"{E1} --mode FP16": {**AS_E1, "arm": "O2", "method": "FP16", "loss_scale": 128.0},
-    f"{E1} --mode amp": {**AS_E1, "arm": "O1", "method": "amp", "loss_scale": None},
-    f"{E1} --mode amp --opt_level O2": {**AS_E1, "arm": "O2", "method": "amp", "loss_scale": None},
-    OF_2018: {**AS_2018, "arm": "fp32", "loss_scale": None},  # not used there either
-    f"{OF_2018} --fp16": {**AS_2018, "arm": "O2", "method": "fp16", "loss_scale": 256.0},
+    f"{E1} --mode FP32": {**AS_E1, "precision": "fp32", "variant": "FP32", "loss_scale": None},
+    f"{E1} --mode FP16": {**AS_E1, "precision": "O2", "variant": "FP16", "loss_scale": 128.0},
+    f"{E1} --mode amp": {**AS_E1, "precision": "O1", "variant": "amp", "loss_scale": None},
+    f"{E1} --mode amp --opt_level O2": {
+        **AS_E1,
+        "precision": "O2",
+        "variant": "amp",
+        "loss_scale": None,
+    },
+    OF_2018: {**AS_2018, "precision": "fp32", "loss_scale": 256.0},  # not used there either
+    f"{OF_2018} --fp16": {**AS_2018, "precision": "O2", "variant": "fp16", "loss_scale": 256.0},
     **{f"imagenet {line.format(OF_2019)}": AS_2019 for line in FOLDERS},
-    "imagenet D --opt-level O1 --prof 10": {"arm": "O1", "iterations": 10},
+    "imagenet D --opt-level O1 --prof 10": {"precision": "O1", "iterations": 10},
     # With and without a value.
     "imagenet --opt-level O2 --channels-last True DIR": {"channels_last": True, "data": "DIR"},
-    "imagenet DIR --arm O2 --channels-last": {"channels_last": True, "data": "DIR"},
-    "imagenet DIR --arm O2 --channels-last False": {"channels_last": False},
-    "imagenet DIR --arm O2 --no-channels-last": {"channels_last": False},
-    "imagenet DIR --arm O2 --loss-scale dynamic": {"loss_scale": "dynamic"},
+    "imagenet DIR --variant O2 --channels-last": {"channels_last": True, "data": "DIR"},
+    "imagenet DIR --variant O2 --channels-last False": {"channels_last": False},
+    "imagenet DIR --variant O2 --loss-scale dynamic": {"loss_scale": "dynamic"},
     # Published by model and level.
-    "cifar --recipe e3 --model densenet161 --arm O0": {"batch_size": 512, "epochs": 25},
-    "cifar --recipe e3 --model densenet161 --arm O2": {"batch_size": 1024, "epochs": 50},
-    "cifar --recipe e3 --arm O2": {"optimizer": "adam", "clip": 1.0},
-    "cifar --recipe e3 --arm O3": {"optimizer": "sgd"},
+    "cifar --recipe e3 --model densenet161 --variant O0": {"batch_size": 512, "epochs": 25},
+    "cifar --recipe e3 --model densenet161 --variant O2": {"batch_size": 1024, "epochs": 50},
+    "cifar --recipe e3 --variant O2": {"optimizer": "adam", "clip": 1.0},
+    "cifar --recipe e3 --variant O3": {"optimizer": "sgd"},
     # A recipe chooses the model, and a model its recipe; one of each is no published experiment.
-    "cifar --recipe e2 --arm O0": {"model": "wrn28_10", "recipe": "e2"},
-    "cifar --model densenet161 --arm O0": {"recipe": "e3"},
-    "cifar --recipe e2 --model wrn16_4 --arm O0": {"recipe": None},
+    "cifar --recipe e2 --variant O0": {"model": "wrn28_10", "recipe": "e2"},
+    "cifar --model densenet161 --variant O0": {"recipe": "e3"},
+    "cifar --recipe e2 --model wrn16_4 --variant O0": {"recipe": None},
     # Flags win.
-    "cifar --recipe e2 --arm O2 -b 64 --epochs 3": {"batch_size": 64, "epochs": 3},
-    "cifar --recipe e2 --arm O2 --lr 0.5 --optimizer adamw": {
+    "cifar --recipe e2 --variant O2 -b 64 --epochs 3": {"batch_size": 64, "epochs": 3},
+    "cifar --recipe e2 --variant O2 --lr 0.5 --optimizer adamw": {
         **{"lr": 0.5, "optimizer": "adamw", "schedule": "linear", "dropout": 0.3}
     },
-    "cifar --recipe e2 --arm O2 --iterations 7": {"iterations": 7, "epochs": None},
+    "cifar --recipe e2 --variant O2 --iterations 7": {"iterations": 7, "epochs": None},
 }
 
 
@@ -89,8 +93,8 @@ def test_what_a_line_asks_for(line):
     ("line", "columns"),
     [
         ("cifar --recipe e1 --mode FP32", ("iterations",)),
-        ("cifar --recipe e2 --arm O2", ("batch_size", "epochs")),
-        ("imagenet DIR --recipe e4 --arm fp32", ("batch_size", "iterations")),
+        ("cifar --recipe e2 --variant O2", ("batch_size", "epochs")),
+        ("imagenet DIR --recipe e4 --variant fp32", ("batch_size", "iterations")),
     ],
 )
 def test_sizes_of_recipes_are_those_of_the_published_tables(line, columns):
@@ -100,10 +104,10 @@ def test_sizes_of_recipes_are_those_of_the_published_tables(line, columns):
 
 
 def test_every_recipe_resolves_for_every_model_and_variant():
-    for name, module in MODULES.items():
-        for recipe, variant in itertools.product(module.SCRIPT.recipes, {*VARIANTS} - {"tf32"}):
+    for name, script in SCRIPTS.items():
+        for recipe, variant in itertools.product(script.recipes, {*VARIANTS} - {"tf32"}):
             for model, device in itertools.product(recipe.models, (CPU, CUDA)):
-                line = f"--recipe {recipe.name} --model {model} --arm {variant} --data digits"
+                line = f"--recipe {recipe.name} --model {model} --variant {variant} --data digits"
                 found = run(f"{name} {line}", device)
                 assert found.iterations or found.epochs
                 assert found.recipe == recipe.name
@@ -114,36 +118,26 @@ def test_cpu_sizes_unless_told_otherwise():
     assert (first.batch_size, first.iterations) == (64, 20)
     first, *_ = runs("cifar --data digits -b 128 --iterations 100", CPU)
     assert (first.batch_size, first.iterations) == (128, 100)
-    assert run("cifar --data digits --arm O5 --epochs 2", CPU).iterations is None
+    assert run("cifar --data digits --variant O5 --epochs 2", CPU).iterations is None
 
 
 @pytest.mark.parametrize(
-    "line", ["DIR -b 32 64 --arm O2 fp32", "--arm O2 fp32 -b 32 64 32 --data DIR"]
+    "line", ["DIR -b 32 64 --variant O2 fp32", "--variant O2 fp32 -b 32 64 32 --data DIR"]
 )
 def test_batch_sizes_repeats_and_variants_in_turn(line):
     """Each size is a command of its own."""
     found = runs(f"cifar {line} --repeats 2")
-    ran = [(one.batch_size, one.repeat, one.arm) for one in found]
+    ran = [(one.batch_size, one.repeat, one.precision) for one in found]
     assert ran == list(itertools.product((32, 64), (0, 1), ("O2", "fp32")))
-    alone = [runs(f"cifar DIR -b {size} --arm O2 fp32 --repeats 2") for size in (32, 64)]
+    alone = [runs(f"cifar DIR -b {size} --variant O2 fp32 --repeats 2") for size in (32, 64)]
     assert found == [*alone[0], *alone[1]]
-
-
-def test_synthetic_data_grow_with_the_batch():
-    sizes = {one.synthetic_size for one in runs("cifar --data synthetic -b 128 2048")}
-    assert sizes == {2048, 8192}
 
 
 def test_variants():
     everything = [variant for variant in VARIANTS if variant != "tf32"]
-    assert [one.arm for one in runs("mnist --arm all", CPU)] == everything
-    assert [one.arm for one in runs("mlp", CPU)] == ["fp32", "O5"]
-    assert [one.arm for one in runs("mlp", CUDA)] == ["fp32", "O2"]
-    # A scale goes to those that have one.
-    found = runs("mlp --arm fp32 amp-fp16 amp-bf16 O0 O2 --loss-scale 64")
-    assert [one.loss_scale for one in found] == [None, 64.0, None, None, 64.0]
-    found = runs("mlp --arm O1 O2 --keep-batchnorm-fp32")
-    assert [one.keep_batchnorm_fp32 for one in found] == [None, True]
+    assert [one.precision for one in runs("mnist --variant all", CPU)] == everything
+    assert [one.precision for one in runs("mlp", CPU)] == ["fp32", "O5"]
+    assert [one.precision for one in runs("mlp", CUDA)] == ["fp32", "O2"]
 
 
 def test_schedules():

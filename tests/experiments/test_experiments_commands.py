@@ -46,7 +46,7 @@ def result_of(line: str, folder: Path) -> dict:
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     write_cifar(folder / "cifar10")
-    write_mnist(folder / "mnist")
+    write_mnist(folder / "mnist/MNIST/raw")
     write_imagenet(folder / "imagenet")
     return folder
 
@@ -57,10 +57,10 @@ def files(tmp_path_factory):
 )
 def test_documented_commands(name, data, files, tmp_path):
     source = data if data == "synthetic" else files / data
-    result = result_of(f"{COMMANDS[name]} --arm O2 --data {source}", tmp_path)
+    result = result_of(f"{COMMANDS[name]} --variant O2 --data {source}", tmp_path)
     assert result["recipe"] == name[:2]
     conditions = result["conditions"]
-    assert (conditions["data"], conditions["arm"]) == (data, "O2")
+    assert (conditions["data"], conditions["precision"]) == (data, "O2")
     assert data in ("synthetic", conditions["kind"])
     assert result["loss_last"] is not None
     assert (result["test_loss"] is None) == (name[:5] in ("e4-re", "e5-ml"))
@@ -74,7 +74,7 @@ def test_e1_as_it_was_called(mode, files, tmp_path, capsys):
     line = f"cifar --GPU V100 --mode {mode} --batch_size 8 --iteration 2 --repeats 1"
     result = result_of(f"{line} {files / 'cifar10'}", tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / "V100"]
-    assert (result["method"], result["batch_size"], result["iterations"]) == (mode, 8, 2)
+    assert (result["variant"], result["batch_size"], result["iterations"]) == (mode, 8, 2)
     assert f"vgg16 {mode} batch 8: " in capsys.readouterr().out
     found = [result["conditions"][name] for name in ("loader", "workers", "channels_last")]
     assert found == ["resident", None, True]
@@ -85,22 +85,23 @@ def test_time_against_batch_size_in_one_command(tmp_path, monkeypatch, capsys):
     They are what results.measured() reads and make_plot draws."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    line = "train mlp --data digits --image-size 8 --iterations 2 --batch-size 8 16 --arm fp32 O2"
+    line = (
+        "train mlp --data digits --image-size 8 --iterations 2 --batch-size 8 16 --variant fp32 O2"
+    )
     assert main([*line.split(), *"--repeats 2 --device cpu --GPU".split(), "My GPU/1"]) == 0
     printed = capsys.readouterr().out
-    assert "batch 8, 16, 2 iterations" in printed
     assert [printed.count(f"mlp O2 batch 16, {n} of 2: ") for n in (1, 2)] == [1, 1]
     assert len(re.findall(r"^\| (fp32|O2) +\| (8|16) ", printed, re.MULTILINE)) == 4
     assert printed.count("O2: ampfuse") == 1
     assert {path.suffix for path in Path("results").rglob("*.*")} == {".json"}
     rows = results.measured()
-    ran = [(row["method"], row["batch_size"]) for row in rows]
+    ran = [(row["variant"], row["batch_size"]) for row in rows]
     assert ran == [("fp32", 8), ("fp32", 16), ("O2", 8), ("O2", 16)]
     for row in rows:
         assert (row["n"], row["iterations"], row["gpu"]) == (2, 2, "My GPU-1")
         runs = [(run["repeat"], run["seed"], run["recipe"]) for run in row["runs"]]
         assert runs == [(0, 0, "e5"), (1, 1, "e5")]
-        assert {(run["format"], run["memory_kind"]) for run in row["runs"]} == {(2, "process RSS")}
+        assert {(run["format"], run["memory_kind"]) for run in row["runs"]} == {(3, "process RSS")}
     assert main(["make_plot"]) == 0
     names = {path.name for path in Path("results/figures").iterdir()}
     assert names == {"MLP - Time.png", "MLP - Memory.png"}

@@ -6,7 +6,7 @@ from importlib import resources
 
 import pytest
 
-from ampfuse.experiments import make_plot, make_table, results
+from ampfuse.experiments import make_table, results
 from experiment_results import ResultFolder, divergence
 
 # Column of the published CSVs, by the header of the table.
@@ -16,7 +16,8 @@ COLUMNS = {
     **{"memory, MB": "memory_mb", "accuracy, %": "accuracy_pct"},
     **{"loss last": "loss_last", "loss mean": "loss_mean"},
     **{
-        name: name for name in ("model", "method", "optimizer", "iterations", "epochs", "n", "note")
+        name: name
+        for name in ("model", "variant", "optimizer", "iterations", "epochs", "n", "note")
     },
 }
 
@@ -71,14 +72,14 @@ def test_published_cells_are_the_csv(recipe, folder, capsys):
 def test_e1_has_means_and_deviations_of_own_runs(folder, capsys):
     for n, (seconds, accuracy) in enumerate([(5.0, 40.0), (6.0, 42.0), (7.0, 41.0)]):
         own_ = {"repeat": n, "time_s": seconds, "memory_mb": 1400.0 + n, "accuracy_pct": accuracy}
-        folder.add(method="FP16", arm="O2", memory_kind="process RSS", **own_)
+        folder.add(variant="FP16", precision="O2", memory_kind="process RSS", **own_)
     assert make_table.main(["e1"]) == 0
     text = capsys.readouterr().out
     rows = parsed(text)
     assert len(rows) == 46
     (row,) = own(rows)
     expected = {
-        **{"source": "measured here", "GPU": "T4 (Tesla T4)", "method": "FP16", "n": "3"},
+        **{"source": "measured here", "GPU": "T4 (Tesla T4)", "variant": "FP16", "n": "3"},
         **{"batch size": "128", "iterations": "100", "accuracy, %": "41 ± 1", "time, s": "6 ± 1"},
         **{"memory, MB": "1401 ± 1", "note": "re-enactment; synthetic data"},
     }
@@ -93,13 +94,13 @@ def test_e2_tells_why_a_level_diverged_and_labels_what_differs(folder, capsys):
     of_e2 = {"recipe": "e2", "model": "wrn28_10", "iterations": 3900, "epochs": 10.0}
     of_e2 |= {"time_s": 1234.5, "data": "cifar10"}
     for changes in (
-        {"arm": "O2", "method": "O2"},
-        {"arm": "O3", "method": "O3", "memory_mb": 4347.0, "diverged": divergence(31)},
+        {"precision": "O2", "variant": "O2"},
+        {"precision": "O3", "variant": "O3", "memory_mb": 4347.0, "diverged": divergence(31)},
         {"graph": True},
         {"iterations": 6, "epochs": 6 / 390, "batch_size": 16},
     ):
         folder.add(**of_e2 | changes)
-    columns = ("method", "iterations", "epochs", "time, s", "accuracy, %", "memory, MB", "note")
+    columns = ("variant", "iterations", "epochs", "time, s", "accuracy, %", "memory, MB", "note")
     found = [[row[name] for name in columns] for row in own(printed(capsys, "e2"))]
     note = "re-enactment; diverged in step 31: the training loss became nan"
     assert found == [
@@ -111,13 +112,16 @@ def test_e2_tells_why_a_level_diverged_and_labels_what_differs(folder, capsys):
 
 
 def test_e4_has_mean_min_and_max(folder, capsys):
+    network = {"recipe": "e4", "experiment": "imagenet", "model": "resnet50", "iterations": 360}
+    network |= {"gpu": "Tesla T4", "world_size": 2}
     for n, mean in enumerate((330.0, 334.0)):
-        network = {"recipe": "e4", "experiment": "imagenet", "model": "resnet50", "iterations": 360}
         speeds = {"images_per_s_min": 300.0 - n, "images_per_s_max": 350.0 + n}
         folder.add(repeat=n, images_per_s=mean, loss_last=5.0, loss_mean=5.5, **network, **speeds)
     (row,) = own(printed(capsys, "e4"))
     expected = {"images/s": "332 ± 2.8", "min": "299", "max": "351"}
-    assert (expected | {"loss last": "5 ± 0", "loss mean": "5.5 ± 0"}).items() <= row.items()
+    expected |= {"loss last": "5 ± 0", "loss mean": "5.5 ± 0", "GPU": "Tesla T4"}
+    assert expected.items() <= row.items()
+    assert row["note"] == "re-enactment; synthetic data; 2 processes"
 
 
 @pytest.mark.parametrize("others", [[], ["e2", None]], ids=["none", "of other recipes"])
@@ -143,29 +147,25 @@ def test_without_results_of_the_recipe_published_rows_are_printed(others, folder
         ("--epochs 2 --model vgg16", [2]),
     ],
 )
-def test_tables_and_figures_choose_the_same_runs(flags, chosen, folder):
+def test_the_runs_that_tables_and_figures_choose(flags, chosen, folder):
     folder.add()
     folder.add(batch_size=256, epochs=2.0)
-    folder.add(arm="O2", method="FP16")
-    folder.add(arm="O2", method="FP16", iterations=50, graph=True)
-    folder.add(arm="O3", method="O3", diverged=divergence())
+    folder.add(precision="O2", variant="FP16")
+    folder.add(precision="O2", variant="FP16", iterations=50, graph=True)
+    folder.add(precision="O3", variant="O3", diverged=divergence())
     folder.add(gpu="V100")
     folder.add(recipe=None, batch_size=512)  # of no recipe
     folder.add(recipe="e2", model="wrn28_10")
 
-    def rows(command, of, *words):
-        parser = argparse.ArgumentParser()
-        command.add_arguments(parser)
-        return of(parser.parse_args([*words, *flags.split()]))
-
-    own = rows(make_table, make_table._own_rows, "e1")
-    assert own == rows(make_plot, make_plot._rows, "--recipe", "e1")
+    parser = argparse.ArgumentParser()
+    results.add_selection(parser, recipe=True)
+    own = results.chosen(results.measured(), parser.parse_args(["--recipe", "e1", *flags.split()]))
     assert [int(row["runs"][0]["finished"][17:19]) for row in own] == chosen
 
 
 def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     folder.add_repeats([5.0, 6.0, 7.0])
-    folder.add(method="O3", arm="O3", diverged=divergence(), torch="2.15.0")
+    folder.add(variant="O3", precision="O3", diverged=divergence(), torch="2.15.0")
     path = tmp_path / "new" / "e1.csv"
     assert make_table.main(["e1", "--csv", str(path)]) == 0
     assert capsys.readouterr().out.count("measured here") == 2
@@ -174,7 +174,13 @@ def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     sound, diverged = csv.DictReader(text.splitlines())
     expected = {
         **{"source": "measured", "recipe": "e1", "gpu": "T4", "device": "Tesla T4"},
-        **{"method": "FP32", "arm": "fp32", "batch_size": "128", "data": "synthetic", "n": "3"},
+        **{
+            "variant": "FP32",
+            "precision": "fp32",
+            "batch_size": "128",
+            "data": "synthetic",
+            "n": "3",
+        },
         **{"loader": "resident", "graph": "False", "time_s_mean": "6.0", "time_s_std": "1.0"},
         **{"torch": "2.14.1", "ampfuse": "0.1.0", "cuda": "13.0", "diverged": "0"},
         **{"memory_kind": "max_memory_allocated", "date": "2026-11-21T04:00:03+00:00"},

@@ -16,7 +16,7 @@ from ampfuse.command_line import OneLineParser, status_of
 
 COMMANDS = {
     "demo": ("ampfuse.experiments.demo", "train a small network at every level and compare them"),
-    "train": ("ampfuse.cli.train", "run an experiment: cifar, imagenet, mnist or mlp"),
+    "train": ("ampfuse.experiments", "run an experiment: cifar, imagenet, mnist or mlp"),
     "make_plot": ("ampfuse.experiments.make_plot", "draw the results of the experiments"),
     "make_table": (
         "ampfuse.experiments.make_table",

@@ -44,34 +44,25 @@ def generator(*key: object) -> torch.Generator:
 # ---- sets ----------------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
-    """A data set. `mean` and `std` of the pixels are per channel, as shares of 255. `files` are
-    what its folder must contain; `globs` match those that may be damaged."""
+class Facts(NamedTuple):
+    """Facts of a data set; `mean` and `std` of the pixels are per channel, as shares of 255."""
 
-    title: str
     channels: int
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    files: str = ""
-    globs: tuple[str, ...] = ()
 
 
-KINDS = {
-    "mnist": Kind(
-        *("MNIST", 1, 10, (0.1307,), (0.3081,)),
-        "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, "
-        "t10k-labels-idx1-ubyte (or all with .gz), in the folder or in MNIST/raw below it",
-        ("*-ubyte*", "MNIST/raw/*"),
-    ),
-    "cifar10": Kind(
-        *("CIFAR-10", 3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-        *("cifar-10-batches-py/ or cifar-10-python.tar.gz", ("cifar-10-*",)),
-    ),
-    "imagenet": Kind(
-        *("ImageNet", 3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-        "train/ and val/, with a folder of images for each class",
-    ),
+FACTS = {
+    "mnist": Facts(1, 10, (0.1307,), (0.3081,)),
+    "cifar10": Facts(3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "imagenet": Facts(3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+# What a folder must contain, and the pattern of files that may be damaged. Workers open ImageNet's.
+_FILES = {
+    "mnist": ("MNIST/raw/ with the four IDX files, or all with .gz", "MNIST/raw/*"),
+    "cifar10": ("cifar-10-batches-py/ or cifar-10-python.tar.gz", "cifar-10-*"),
+    "imagenet": ("train/ and val/, each with a folder of images for each class", ""),
 }
 
 
@@ -85,7 +76,7 @@ class Split(NamedTuple):
 class ImageSet(NamedTuple):
     train: Split
     test: Split
-    facts: Kind
+    facts: Facts
 
 
 def resized(images: Tensor, size: int) -> Tensor:
@@ -97,54 +88,38 @@ def resized(images: Tensor, size: int) -> Tensor:
 
 
 def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
-    """The published data set `kind` ("mnist", "cifar10" or "imagenet") in `folder`. MNIST and
-    CIFAR-10 are downloaded if they are missing, and resized to `image_size`. Raises DataError if
-    the set is missing or damaged or cannot be downloaded."""
-    place, facts = Path(folder).expanduser(), KINDS[kind]
+    """The published data set `kind` ("mnist", "cifar10" or "imagenet") in `folder`, as torchvision
+    stores it. MNIST and CIFAR-10 are downloaded if they are missing, and resized to `image_size`.
+    Raises DataError if the set is missing or damaged or cannot be downloaded."""
+    from torchvision import datasets
+
+    place, facts = Path(folder).expanduser(), FACTS[kind]
     try:
-        return _imagenet(place) if kind == "imagenet" else _small(kind, place, image_size)
+        if kind == "imagenet":
+            parts = [datasets.ImageFolder(place / name) for name in ("train", "val")]
+            if differing := set(parts[0].classes) ^ set(parts[1].classes):
+                raise ValueError(f"not in both train and val: {', '.join(sorted(differing))}")
+            pairs = (zip(*part.samples, strict=True) for part in parts)
+            splits = [Split(paths, torch.tensor(labels)) for paths, labels in pairs]
+            return ImageSet(*splits, facts._replace(classes=len(parts[0].classes)))
+        source, splits = datasets.CIFAR10 if kind == "cifar10" else datasets.MNIST, []
+        for train in (True, False):
+            part = source(place, train=train, download=True)
+            images, labels = torch.as_tensor(part.data), torch.as_tensor(part.targets)
+            images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
+            low, high = labels.min(), labels.max()
+            if len(labels) != len(images) or not 0 <= low <= high < facts.classes:
+                raise ValueError(f"{len(labels)} labels, {low} to {high}, for {len(images)} images")
+            splits.append(Split(resized(images, image_size), labels))
+        return ImageSet(*splits, facts)
     except Exception as error:  # torchvision raises nearly anything for damaged files
-        found = [str(path) for name in facts.globs for path in sorted(place.glob(name))]
-        there = f"; delete these if they are damaged: {', '.join(found)}" if found else ""
+        expected, pattern = _FILES[kind]
+        found = ", ".join(map(str, sorted(place.glob(pattern) if pattern else ())))
+        there = f"; delete these if they are damaged: {found}" if found else ""
         raise DataError(
-            f"--data {place}: {facts.title} could not be read: {error}{there}; expected: "
-            f"{facts.files}; or use --data digits or synthetic"
+            f"--data {place}: {kind} could not be read: {error}{there}; expected: {expected}; or "
+            "use --data digits or synthetic"
         ) from error
-
-
-def _small(kind: str, folder: Path, image_size: int) -> ImageSet:
-    from torchvision.datasets import CIFAR10, MNIST
-
-    class FlatMNIST(MNIST):
-        raw_folder = property(lambda self: str(self.root))
-
-    flat = any(folder.glob("*-ubyte*"))
-    source = CIFAR10 if kind == "cifar10" else FlatMNIST if flat else MNIST
-    folder.mkdir(parents=True, exist_ok=True)
-    splits = []
-    for train in (True, False):
-        part = source(folder, train=train, download=True)
-        images, labels = torch.as_tensor(part.data), torch.as_tensor(part.targets)
-        images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
-        low, high = labels.min(), labels.max()
-        if len(labels) != len(images) or not 0 <= low <= high < KINDS[kind].classes:
-            raise ValueError(f"{len(labels)} labels, {low} to {high}, for {len(images)} images")
-        splits.append(Split(resized(images, image_size), labels))
-    return ImageSet(*splits, KINDS[kind])
-
-
-def _imagenet(folder: Path) -> ImageSet:
-    from torchvision.datasets import ImageFolder
-    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
-
-    train = ImageFolder(folder / "train")
-    # Labels are those of train, also if a class has no test images.
-    test = make_dataset(folder / "val", train.class_to_idx, IMG_EXTENSIONS, allow_empty=True)
-    if not test:
-        raise FileNotFoundError(f"{folder / 'val'} has no images of the classes in train")
-    pairs = (zip(*samples, strict=True) for samples in (train.samples, test))
-    splits = (Split(paths, torch.tensor(labels)) for paths, labels in pairs)
-    return ImageSet(*splits, KINDS["imagenet"]._replace(classes=len(train.classes)))
 
 
 def digits(image_size: int) -> ImageSet:
@@ -160,27 +135,24 @@ def digits(image_size: int) -> ImageSet:
     parts = train_test_split(range(len(labels)), **options)
     train, test = (Split(images[part], labels[part]) for part in parts)
     std, mean = torch.std_mean(train.images.double() / 255, correction=0)
-    return ImageSet(train, test, Kind("digits", 1, 10, (mean.item(),), (std.item(),)))
+    return ImageSet(train, test, Facts(1, 10, (mean.item(),), (std.item(),)))
 
 
 _TEST_BATCHES = 4  # at most, of noise
 
 
 def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
-    """Noise in the shape of `kind`: `synthetic_size` images to train, but at least a batch per
-    process; to test a quarter, but at most four batches per process."""
-    facts, size = KINDS[kind], settings.image_size
+    """Noise in the shape of `kind`. To train, `synthetic_size` images (default: 2048, or more in
+    four batches); to test a quarter, but at most four batches per process."""
+    facts, random = FACTS[kind], generator("synthetic", settings.seed)
     together = settings.batch_size * world_size
-    train_size = max(settings.synthetic_size, together)
-    random = generator("synthetic", settings.seed)
-
-    def draw(count: int) -> Split:
-        shape = (count, facts.channels, size, size)
+    count = max(settings.synthetic_size or max(2048, 4 * settings.batch_size), together)
+    splits = []
+    for n in (count, min(-(-count // 4), _TEST_BATCHES * together)):
+        shape = (n, facts.channels, settings.image_size, settings.image_size)
         pixels = torch.randint(256, shape, dtype=torch.uint8, generator=random)
-        return Split(pixels, torch.randint(facts.classes, (count,), generator=random))
-
-    train, test = draw(train_size), draw(min(-(-train_size // 4), _TEST_BATCHES * together))
-    return ImageSet(train, test, facts._replace(mean=(0.5,), std=(0.29,)))
+        splits.append(Split(pixels, torch.randint(facts.classes, (n,), generator=random)))
+    return ImageSet(*splits, facts._replace(mean=(0.5,), std=(0.29,)))
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -200,6 +172,8 @@ class Data:
     batches of each process.
     """
 
+    workers: int | None = None  # processes that load images
+
     def __init__(
         self,
         settings: Settings,
@@ -212,7 +186,7 @@ class Data:
         self.settings, self.kind, self.device = settings, kind, device
         self.rank, self.world_size = rank, world_size
         self.seed = settings.seed + settings.repeat
-        self.channels, self.classes = images.facts.channels, images.facts.classes
+        self.channels, self.classes, *means = images.facts
         self.image_size = settings.image_size
         self.train_size, self.test_size = len(images.train.labels), len(images.test.labels)
         self.batches_per_epoch = self.train_size // (settings.batch_size * world_size)
@@ -229,17 +203,17 @@ class Data:
         self._memory_format = torch.channels_last if last else torch.contiguous_format
         mean, std = (  # a grey set takes the first of three values
             torch.tensor(values[: self.channels], dtype=torch.float64).view(-1, 1, 1)
-            for values in (settings.mean or images.facts.mean, settings.std or images.facts.std)
+            for values in (settings.mean or means[0], settings.std or means[1])
         )
         # (pixels / 255 - mean) / std, in double precision and rounded once.
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
 
     def describe(self) -> dict[str, Any]:
-        """What result files say of the data: the contents of a folder, not its path."""
-        of = self.settings
-        found = {"kind": self.kind, "workers": of.workers if of.loader == "workers" else None}
-        found |= {"train_size": self.train_size, "test_size": self.test_size}
-        return {"data": of.data if of.data in MADE_UP else self.kind, **found}
+        """The data as result files name them: by the contents of a folder, not its path."""
+        data = self.settings.data if self.settings.data in MADE_UP else self.kind
+        loader = "resident" if self.workers is None else "workers"
+        found = {"data": data, "kind": self.kind, "loader": loader, "workers": self.workers}
+        return {**found, "train_size": self.train_size, "test_size": self.test_size}
 
     def _epoch_order(self, epoch: int) -> Tensor:
         """Indices of this process's images: int64 [batches_per_epoch, batch_size]. Processes take
@@ -274,8 +248,7 @@ class ResidentData(Data):
 
     def _stored(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """uint8 [n, h, w, channels], so that a crop copies whole pixels, and the labels."""
-        images = images.permute(0, 2, 3, 1).contiguous()
-        return images.to(self.device), labels.to(self.device)
+        return images.permute(0, 2, 3, 1).contiguous().to(self.device), labels.to(self.device)
 
     def train_batches(self, epoch: int, start: int = 0) -> Batches:
         order = self._epoch_order(epoch)
@@ -288,10 +261,7 @@ class ResidentData(Data):
             drawn = [part.pin_memory() for part in drawn]
         drawn = [part.to(self.device, non_blocking=True)[start:] for part in drawn]
         for chosen, *crop in zip(*drawn, strict=True):
-            if crop:
-                pixels = cropped(self._train, self.image_size, chosen, *crop)
-            else:
-                pixels = self._train.index_select(0, chosen)
+            pixels = self._cropped(chosen, *crop) if crop else self._train.index_select(0, chosen)
             yield self._finished(pixels), self._train_labels.index_select(0, chosen)
 
     def test_batches(self) -> Batches:
@@ -304,20 +274,17 @@ class ResidentData(Data):
         pixels = pixels.permute(0, 3, 1, 2).contiguous(memory_format=self._memory_format)
         return normalised(pixels, self._scale, self._shift)
 
-
-def cropped(
-    images: Tensor, size: int, chosen: Tensor, top: Tensor, left: Tensor, flip: Tensor
-) -> Tensor:
-    """Crops of the images with indices `chosen`: uint8 [all, h, w, c] to [n, size, size, c]. `top`
-    and `left`, int64 [n], are the corners of the crops; `flip`, bool [n], mirrors them."""
-    _, height, width, channels = images.shape
-    steps = torch.arange(size, device=images.device)
-    columns = torch.where(flip[:, None], size - 1 - steps, steps) + left[:, None]
-    rows = (chosen * height + top)[:, None] + steps
-    pixels = rows[:, :, None] * width + columns[:, None, :]
-    # Several times faster on the CPU than indexing by images, rows and columns.
-    crops = images.view(-1, channels).index_select(0, pixels.view(-1))
-    return crops.view(-1, size, size, channels)
+    def _cropped(self, chosen: Tensor, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
+        """Crops of the training images with indices `chosen`: uint8 [n, size, size, c]. `top` and
+        `left`, int64 [n], are the corners of the crops; `flip`, bool [n], mirrors them."""
+        size, (_, height, width, channels) = self.image_size, self._train.shape
+        steps = torch.arange(size, device=self.device)
+        columns = torch.where(flip[:, None], size - 1 - steps, steps) + left[:, None]
+        rows = (chosen * height + top)[:, None] + steps
+        pixels = rows[:, :, None] * width + columns[:, None, :]
+        # Several times faster on the CPU than indexing by images, rows and columns.
+        crops = self._train.view(-1, channels).index_select(0, pixels.view(-1))
+        return crops.view(-1, size, size, channels)
 
 
 class WorkersData(Data):
@@ -329,7 +296,7 @@ class WorkersData(Data):
         from torchvision.transforms import v2
 
         super().__init__(settings, kind, images, *where)
-        size = self.image_size
+        self.workers, size = settings.workers, self.image_size
         plain = []  # images in memory are resized already
         if not isinstance(images.train.images, Tensor):
             plain = [v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)]
@@ -357,13 +324,9 @@ class WorkersData(Data):
             worker_init_fn=_ignore_interrupts,
             generator=generator("loader"),  # otherwise it draws from torch's global generator
         )
-        try:
-            for images, labels in loader:
-                images = images.to(self.device, non_blocking=True)
-                labels = labels.to(self.device, non_blocking=True)
-                yield images.contiguous(memory_format=self._memory_format), labels
-        except DataError as error:  # with its traceback the processes would stay alive
-            raise error.with_traceback(None) from None
+        for batch in loader:
+            images, labels = (part.to(self.device, non_blocking=True) for part in batch)
+            yield images.contiguous(memory_format=self._memory_format), labels
 
 
 @dataclasses.dataclass
@@ -376,22 +339,18 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     draws: tuple[int, int] = (0, 0)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        from torchvision.datasets.folder import pil_loader
+
         image = self.split.images[index]
+        try:
+            image = image if isinstance(image, Tensor) else pil_loader(image)
+        except Exception as error:  # decoders raise nearly anything for damaged files
+            raise DataError(f"{image}: cannot be read as an image ({error})") from error
         with torch.random.fork_rng(devices=[]):
             # torch.manual_seed would seed the GPUs too.
             seed = generator("sample", *self.draws, index).initial_seed()
             torch.default_generator.manual_seed(seed)
-            image = image if isinstance(image, Tensor) else _opened(image)
             return self.transform(image), self.split.labels[index]
-
-
-def _opened(path: str) -> Any:
-    from torchvision.datasets.folder import pil_loader
-
-    try:
-        return pil_loader(path)
-    except Exception as error:  # decoders raise nearly anything for damaged files
-        raise DataError(f"{path}: cannot be read as an image ({error})") from error
 
 
 def _ignore_interrupts(worker: int) -> None:
@@ -406,7 +365,7 @@ class NormalFeatures(Data):
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.kind = settings, "features"
         self.classes, self.channels, self.image_size = 0, 1, settings.image_size
-        self.batches_per_epoch = max(1, settings.synthetic_size // settings.batch_size)
+        self.batches_per_epoch = max(1, (settings.synthetic_size or 2048) // settings.batch_size)
         counts = (self.batches_per_epoch, _TEST_BATCHES)
         self.train_size, self.test_size = (settings.batch_size * count for count in counts)
         shape = (2, settings.batch_size, self.image_size**2)
@@ -434,5 +393,7 @@ def open_data(settings: Settings, device: torch.device, rank: int = 0, world_siz
         images = synthetic(kind, settings, world_size)
     else:
         images = read_files(kind, settings.data, settings.image_size)
-    loader = WorkersData if settings.loader == "workers" else ResidentData
-    return loader(settings, kind, images, device, rank, world_size)
+    in_memory = isinstance(images.train.images, Tensor)
+    loader = settings.loader or ("resident" if in_memory else "workers")
+    opened = WorkersData if loader == "workers" else ResidentData
+    return opened(settings, kind, images, device, rank, world_size)

@@ -18,10 +18,14 @@ from ampfuse.command_line import at_least, check_installed, check_writable, run_
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_plot, make_table
 from ampfuse.experiments.results import rows_of
-from ampfuse.experiments.run import Place, table, train_all
 from ampfuse.experiments.settings import LEVELS, Settings, has_tf32
+from ampfuse.experiments.training import Place, table, train_all
 
-_COLUMNS = ("method", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
+_COLUMNS = ("variant", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
+_NOTES = """\
+memory: the peak of tensors, measured in a few steps beforehand.
+FP16 on a CPU shows its effect on training. Its speed shows on a GPU.
+O3 has no FP32 master weights: small updates are lost, and it may learn worse."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,27 +57,19 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         **{"growth_interval": 25, "print_freq": 10},  # the scale grows within the run
     )
     levels = dict.fromkeys(args.levels)
-    todo = [dataclasses.replace(common, arm=level, method=level) for level in levels]
+    todo = [dataclasses.replace(common, precision=level, variant=level) for level in levels]
     what = f"a CNN {width} channels wide, {args.epochs} epochs, batches of {args.batch_size}"
     where = f"{device_name(device)}, torch {torch.__version__}"
     print(f"Handwritten digits; {what}, seed {args.seed}. On {where}.", flush=True)
-    place = Place(device, label=device_name(device), measure_tensors=True)
-    rows = rows_of(train_all(todo, place))
-    print(table(rows, _COLUMNS))
-    print(_NOTES)
+    rows = rows_of(train_all(todo, Place(device, label=device_name(device), measure_tensors=True)))
+    print(f"{table(rows, _COLUMNS)}\n{_NOTES}")
     if not has_bf16:
         print("This device has no BF16 arithmetic: O4 and O5 save memory, not time.")
-    make_table.write_csv(args.output / "levels.csv", rows)
-    written = make_plot.save(make_plot.drawn(rows), args.output)
-    names = [path.name for path in [*written, args.output / "levels.csv"]]
-    print(f"Written to {args.output.absolute()}: {', '.join(names)}")
+    make_table.write_csv(csv := args.output / "levels.csv", rows)
+    written = [*make_plot.save(make_plot.drawn(rows), args.output), csv]
+    print(f"Written to {args.output.absolute()}: {', '.join(path.name for path in written)}")
     return 0
 
-
-_NOTES = """\
-memory: the peak of tensors, measured in a few steps beforehand.
-FP16 on a CPU shows its effect on training. Its speed shows on a GPU.
-O3 has no FP32 master weights: small updates are lost, and it may learn worse."""
 
 main = functools.partial(run_alone, sys.modules[__name__])
 

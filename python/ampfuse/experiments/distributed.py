@@ -65,11 +65,8 @@ def check(of: Settings, world: World, device: torch.device) -> None:
         raise UsageError("--graph: capture under torchrun is not supported; leave it out")
     if of.fsdp and world.size == 1:
         raise UsageError("--fsdp needs several processes; start them with torchrun")
-    if of.fsdp and of.fuse and of.arm in HALF_LEVELS:
-        raise UsageError(
-            f"--fsdp --fuse: at {of.arm} batch norms are sharded apart from the half weights, so "
-            "they cannot be fused; leave --fuse out"
-        )
+    if of.fsdp and of.fuse and of.precision in HALF_LEVELS:
+        raise UsageError("--fsdp --fuse: batch norms among half weights are sharded apart")
 
 
 # ---- shards --------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import io
 import itertools
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from ampfuse.command_line import UsageError, check_installed, check_writable, run_alone
 from ampfuse.experiments import results
 from ampfuse.experiments.results import EXPERIMENTS, Row, file_name, listed
-from ampfuse.files import atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,81 +73,53 @@ def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
 
 
 def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
-    """Write `figures` into `folder` as PNG: all of them, or none if that fails."""
+    """Write `figures` into `folder` as PNG."""
     paths = [folder / f"{name}.png" for name in figures]
-    with contextlib.ExitStack() as stack:
-        for path, figure in zip(paths, figures.values(), strict=True):
-            buffer = io.BytesIO()  # the PNG writer seeks
-            figure.savefig(buffer, dpi=150)
-            stack.enter_context(atomic(path)).write(buffer.getvalue())
+    for path, figure in zip(paths, figures.values(), strict=True):
+        figure.savefig(buffer := io.BytesIO(), dpi=150)  # the PNG writer seeks
+        results.write(path, buffer.getvalue())
     return paths
-
-
-# ---- lines ---------------------------------------------------------------------------------------
-
-Lines = dict[tuple[str, str], list[Row]]
-
-# Only methods with the same values of these are comparable. The usual values are not named.
-_COMPARABLE = {"data": None, "kind": None, "image_size": None, "augment": None, "shuffle": None}
-_COMPARABLE |= {"world_size": 1, "loader": "resident", "channels_last": True}
-_COMPARABLE |= {"cudnn_benchmark": True, "graph": False, "deterministic": False}
-
-
-def lines(rows: Sequence[Row]) -> Lines:
-    """The rows of each line by GPU and name: the method, and the conditions in which it differs
-    from other lines. `rows` are of one model."""
-    if len(models := _distinct(row["model"] for row in rows)) > 1:
-        raise UsageError(f"results of {', '.join(models)}: choose one model with --model")
-    parts: dict[tuple[str, ...], list[Row]] = {}
-    compared = [name for name in _COMPARABLE if _varies(rows, name)]
-    for row in rows:
-        names = list(compared)
-        # Conditions that follow the batch size (such as lr) make no line of their own.
-        of_method = [r for r in rows if all(r[n] == row[n] for n in ("source", "gpu", "method"))]
-        for size in {r["batch_size"] for r in of_method}:
-            of_size = [r for r in of_method if r["batch_size"] == size]
-            names += [name for name in row["conditions"] if _varies(of_size, name)]
-        found = {name: row["conditions"].get(name) for name in names}
-        words = [
-            name if value is True else f"{name} {value}"
-            for name, value in found.items()
-            if value not in (None, _COMPARABLE.get(name))
-        ]
-        parts.setdefault((row["source"], row["gpu"], row["method"], *words), []).append(row)
-    several_sources = len({row["source"] for row in rows}) > 1
-    several_lengths = len({_length(members) for members in parts.values()}) > 1
-    found = {}
-    for (source, gpu, method, *words), members in parts.items():
-        words += [source] * several_sources + [_length(members)] * several_lengths
-        name = f"{method} ({', '.join(words)})" if words else method
-        found[gpu, name] = sorted(members, key=lambda row: row["batch_size"])
-    return found
-
-
-def _length(rows: Sequence[Row]) -> str:
-    """The length that all runs of a line have: "100 iterations", or else "2 epochs"."""
-    lengths = []
-    for unit in ("iterations", "epochs"):
-        numbers = sorted({row[unit] for row in rows} - {None})
-        lengths.append(f"{listed(numbers)} {unit}")
-        if len(numbers) == 1:
-            return lengths[-1]
-    first = rows[0]
-    raise UsageError(
-        f"{first['gpu']} {first['method']} of {first['model']}: runs of different length "
-        f"({'; '.join(lengths)}) cannot be one line: choose with --iteration N or --epochs N"
-    )
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def _varies(rows: Sequence[Row], name: str) -> bool:
-    return len({str(row["conditions"].get(name)) for row in rows}) > 1
+Lines = dict[tuple[str, str], list[Row]]
 
 
-# ---- figures -------------------------------------------------------------------------------------
+def lines(rows: Sequence[Row]) -> Lines:
+    """The rows of each line by GPU and name: the variant, the conditions in which its rows of one
+    batch size differ, and the length if that of lines differs."""
+    found: Lines = {}
+    for row in rows:
+        same = ("gpu", "variant", "batch_size")
+        twins = [other for other in rows if all(other[name] == row[name] for name in same)]
+        facts = [{"source": twin["source"], **twin["conditions"]} for twin in twins]
+        mine = {"source": row["source"], **row["conditions"]}
+        differing = [
+            name for name in mine if len({str(one[name]) for one in facts if name in one}) > 1
+        ]
+        words = ", ".join(f"{name} {mine[name]}" for name in differing)
+        name = f"{row['variant']} ({words})" if words else row["variant"]
+        found.setdefault((row["gpu"], name), []).append(row)
+    if len(_lengths(found)) == 1:
+        return found
+    return {(gpu, f"{name}, {_length(rows)}"): rows for (gpu, name), rows in found.items()}
+
+
+def _lengths(found: Lines) -> set[str]:
+    return {_length(rows) for rows in found.values()}
+
+
+def _length(rows: Sequence[Row]) -> str:
+    """The length that all runs of a line have: "100 iterations", or else "2 epochs"."""
+    for unit in ("iterations", "epochs"):
+        if len(numbers := {row[unit] for row in rows}) == 1:
+            return f"{listed(numbers)} {unit}"
+    what = "{gpu} {variant} of {model}: results have different lengths".format(**rows[0])
+    raise UsageError(f"{what}: choose with --iteration N or --epochs N")
+
 
 _KINDS = {"time": ("time_s", "training time", "s"), "memory": ("memory_mb", "device memory", "MB")}
 _DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3)), (0, (8, 2, 2, 2)))
@@ -157,33 +127,27 @@ _DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3)), (0
 
 def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figure | None:
     """Training "time", or "memory" in MB of 10^6 bytes, against batch size: a line per GPU and
-    method. For a single batch size, a bar per method and GPU. All rows are of one model; None if
-    they have no values.
+    variant. For a single batch size, a bar per variant and GPU. Words stand where a variant has no
+    value because it diverged. All rows are of one model; None if they have no values.
 
     `std` shows the sample standard deviation of the repeats as error bars.
     """
     from matplotlib.figure import Figure
 
     column, what, unit = _KINDS[kind]
-    rows = [row for row in rows if row["batch_size"]]
-    batches = sorted({row["batch_size"] for row in rows if row[f"{column}_mean"]})
-    if not batches:
+    rows = [row for row in rows if row["batch_size"] and (row[f"{column}_mean"] or row["diverged"])]
+    if not any(row[f"{column}_mean"] for row in rows):
         return None
-    found = lines([row for row in rows if row[f"{column}_mean"] or row["diverged"]])
-    gpus, names = (_distinct(part) for part in zip(*found, strict=True))
-    lengths = _distinct(map(_length, found.values()))
-    if kind == "time" and len(lengths) == 1:
-        what += f" of {lengths[0]}"
-    if kind == "memory" and {row["memory_kind"] for row in rows} == {"process RSS"}:
+    batches, found = sorted({row["batch_size"] for row in rows}), lines(rows)
+    if kind == "time" and len(lengths := _lengths(found)) == 1:
+        what += f" of {listed(lengths)}"
+    if {row["memory_kind"] for row in rows} == {"process RSS"} and kind == "memory":
         what = "memory of the process"
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
     are_bars = len(batches) == 1
     _draw(axes, found, column, are_bars=are_bars, std=std)
-    if are_bars:
-        axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 6 else 0, fontsize=8)
-        axes.set_xlim(-0.6, len(names) - 0.4)  # also where the only run diverged
-    else:
+    if not are_bars:
         axes.set(xscale="log", xlabel="batch size")
         axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
         axes.minorticks_off()
@@ -194,49 +158,48 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)  # room for the marker and cap at the top
     title = f"{_title_of(rows)}: {what}" + f", batch size {batches[0]}" * are_bars
     figure.suptitle(textwrap.fill(title + ", mean ± standard deviation" * std, 90), fontsize=10)
-    if are_bars and len(gpus) == 1:
-        figure.supxlabel(textwrap.fill(gpus[0], 80), fontsize=8)
-    else:  # one GPU is the title of the legend
-        by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        look = {"loc": "outside right center", "frameon": False, "handlelength": 3.6, "fontsize": 7}
-        if len(gpus) == 1:
-            look |= {"title": textwrap.fill(gpus[0], 28), "title_fontsize": 7}
-        labels = [textwrap.fill(label, 28) for label in by_label]
-        figure.legend(by_label.values(), labels, **look)
+    by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    labels = [textwrap.fill(label, 28) for label in by_label]
+    look = {"loc": "outside right center", "frameon": False, "handlelength": 3.6, "fontsize": 7}
+    if len(gpus := {row["gpu"] for row in rows}) == 1 and not are_bars:
+        look |= {"title": textwrap.fill(*gpus, 28), "title_fontsize": 7}
+    figure.legend(by_label.values(), labels, **look)
     return figure
 
 
 def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -> None:
-    """The GPU determines the colour and the method the dash; with one GPU the method both. Bars of
-    one method stand next to each other."""
+    """Draw `found`: the GPU determines the colour and the variant the dash; with one GPU the
+    variant both. Bars of one variant stand next to each other."""
     gpus, names = (_distinct(part) for part in zip(*found, strict=True))
     width = 0.8 / len(gpus)
     for (gpu, name), members in found.items():
-        at = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4
-        points = []
-        for row in members:
-            place = at if are_bars else row["batch_size"]
+        # The axis of bars names the variant, the legend the GPU.
+        bar, points = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4, []
+        for row in sorted(members, key=lambda row: row["batch_size"]):
+            place = bar if are_bars else row["batch_size"]
             if row[f"{column}_mean"]:
-                points.append((place, row[f"{column}_mean"], row[f"{column}_std"] or 0.0))
+                points.append((place, row[f"{column}_mean"], row[f"{column}_std"] or 0))
             else:
-                text = f"  {row['method']} diverged"
+                text = f"  {row['variant']} diverged"
                 axes.text(place, 0, text, rotation=90, va="bottom", fontsize=6.5)
         if not points:
             continue
         x, y, errors = zip(*points, strict=True)
         color = f"C{(gpus.index(gpu) if len(gpus) > 1 else names.index(name)) % 10}"
         look = {"yerr": errors if std else None, "capsize": 2, "color": color}
-        if are_bars:  # the axis names the method, the legend the GPU
+        if are_bars:
             axes.bar(x, y, width, label=gpu, **look)
         else:
             look |= {"linestyle": _DASHES[names.index(name) % len(_DASHES)], "marker": "."}
             axes.errorbar(x, y, label=name if len(gpus) == 1 else f"{gpu} {name}", **look)
+    if are_bars:
+        axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 6 else 0, fontsize=8)
+        axes.set_xlim(-0.6, len(names) - 0.4)  # also where a run diverged
 
 
-_MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "wrn16_4": "WRN-16-4", "mlp": "MLP"}
-_MODELS |= {"resnet18": "ResNet-18", "resnet50": "ResNet-50", "mnist_cnn": "Convolutional network"}
-_DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "mnist": "MNIST", "imagenet": "ImageNet"}
-_DATA |= {"digits": "handwritten digits"}
+_MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "mlp": "MLP", "mnist_cnn": "CNN"}
+_MODELS |= {"resnet18": "ResNet-18", "resnet50": "ResNet-50"}
+_DATA = {"cifar10": "CIFAR-10", "mnist": "MNIST", "imagenet": "ImageNet", "digits": "digits"}
 
 
 def _title_of(rows: Sequence[Row]) -> str:
@@ -244,9 +207,8 @@ def _title_of(rows: Sequence[Row]) -> str:
     model = "mnist_cnn" if rows[0]["experiment"] == "demo" else rows[0]["model"]
     data = []
     for of in (row["conditions"] for row in rows if row["runs"]):
-        is_synthetic = of["data"] == "synthetic"
-        kind = of["kind"] if is_synthetic else of["data"]
-        data.append("synthetic " * is_synthetic + _DATA.get(kind, kind))
+        synthetic, kind = of["data"] == "synthetic", of["kind"]
+        data.append("synthetic " * synthetic + _DATA.get(kind if synthetic else of["data"], kind))
     on = f" on {listed(_distinct(data))}" if data else ", published figures"
     return _MODELS.get(model, model) + on
 

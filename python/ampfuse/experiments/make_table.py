@@ -24,7 +24,6 @@ from pathlib import Path
 from ampfuse.command_line import UsageError, check_writable, run_alone
 from ampfuse.experiments import results
 from ampfuse.experiments.results import RECIPES, Row
-from ampfuse.files import atomic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,28 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Print and write the table, and return the exit status."""
+    own = results.measured(args.results) if args.results.is_dir() else []
+    if own := [row for row in own if row["recipe"] == args.table]:
+        own = results.chosen(own, args)
+    else:
+        how = f"ampfuse train {RECIPES[args.table]} --recipe {args.table}"
+        reason = f"{args.results}: no results of {args.table}; to measure them: {how}"
+        if args.csv or args.no_published:
+            raise UsageError(reason)
+        print(reason, file=sys.stderr)
     if args.csv:
         check_writable("--csv", args.csv.parent)
-    own = _own_rows(args)
-    theirs = [] if args.no_published else results.published(args.table)
-    if args.csv:
         write_csv(args.csv, own)
-    print(table([*theirs, *own]))
+    print(table([*([] if args.no_published else results.published(args.table)), *own]))
     return 0
-
-
-def _own_rows(args: argparse.Namespace) -> list[Row]:
-    """The measured rows of the recipe. If there are none, that is an error unless published rows
-    are printed."""
-    everything = results.measured(args.results) if args.results.is_dir() else []
-    if own := [row for row in everything if row["recipe"] == args.table]:
-        return results.chosen(own, args)
-    how = f"ampfuse train {RECIPES[args.table]} --recipe {args.table}"
-    reason = f"{args.results}: no results of {args.table}; to measure them: {how}"
-    if args.csv or args.no_published:
-        raise UsageError(reason)
-    print(reason, file=sys.stderr)
-    return []
 
 
 def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
@@ -74,14 +65,11 @@ def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     text = "\n".join("| " + " | ".join(line) + " |" for line in zip(*parts, strict=True))
     if not (own := [row for row in rows if row["runs"]]):
         return text
-    kinds = sorted({row["memory_kind"] for row in own})
-    versions = "torch {torch}, ampfuse {ampfuse}"
-    versions = sorted({versions.format(**row["conditions"]) for row in own})
-    dates = sorted(row["date"][:10] for row in own)
+    facts = ("memory by {memory_kind}", "torch {torch}", "ampfuse {ampfuse}", "{date:.10}")
+    found = (fact.format(**row, **row["conditions"]) for fact in facts for row in own)
     return (
-        f"{text}\n\nMeasured here: time of training, without warm-up and evaluation; memory by "
-        f"{' or '.join(kinds)}, 1 MB being 10^6 bytes; ± is the sample standard deviation of n "
-        f"repeats. {'; '.join(versions)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
+        f"{text}\n\nMeasured here: time of training, without warm-up and evaluation; 1 MB is 10^6 "
+        f"bytes; ± is the sample standard deviation of n runs; {', '.join(dict.fromkeys(found))}."
     )
 
 
@@ -97,7 +85,7 @@ def _note(row: Row) -> str:
 
 
 def _device(row: Row) -> str:
-    """The label of the runs, and the name of the device."""
+    """The label of the runs, and the name of the device: a number names its hardware."""
     gpu, device = row["gpu"], row["conditions"].get("device", row["gpu"])
     return gpu if gpu == device else f"{gpu} ({device})"
 
@@ -115,19 +103,18 @@ def _shown(row: Row, name: str, factor: float = 1.0) -> str:
     return " ± ".join(f"{one:.10g}" for one in both)
 
 
-_NAMES = {
-    **{"model": "model", "method": "method", "optimizer": "optimizer", "batch size": "batch_size"},
-    **{"iterations": "iterations", "epochs": "epochs", "time, s": "time_s"},
-    **{"images/s": "images_per_s", "min": "images_per_s_min", "max": "images_per_s_max"},
-    **{"memory, MB": "memory_mb", "accuracy, %": "accuracy_pct"},
-    **{"loss last": "loss_last", "loss mean": "loss_mean", "n": "n"},
-}
-# What each column has.
+_NAMES = {"model": "model", "variant": "variant", "optimizer": "optimizer"}
+_NAMES |= {"batch size": "batch_size", "iterations": "iterations", "epochs": "epochs"}
+_NAMES |= {"time, s": "time_s", "images/s": "images_per_s"}
+_NAMES |= {"min": "images_per_s_min", "max": "images_per_s_max", "memory, MB": "memory_mb"}
+_NAMES |= {"accuracy, %": "accuracy_pct", "loss last": "loss_last", "loss mean": "loss_mean"}
+# The text of each column.
 CELLS: dict[str, Callable[[Row], str]] = {
     "source": lambda row: "measured here" if row["runs"] else "published",
     "environment": functools.partial(_shown, name="platform"),
     "GPU": _device,
     **{header: functools.partial(_shown, name=name) for header, name in _NAMES.items()},
+    "n": functools.partial(_shown, name="n"),
     "note": _note,
     # Of measured runs.
     "step, ms": lambda row: _shown(row, "time_s", 1e3 / row["iterations"]),
@@ -145,8 +132,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
-    with atomic(path) as file:
-        file.write(text.getvalue().encode())
+    results.write(path, text.getvalue().encode())
 
 
 main = functools.partial(run_alone, sys.modules[__name__])

@@ -30,10 +30,7 @@ def build(
     if digits := re.fullmatch(r"digits(\d+)", name):
         return digits_net(int(digits[1]), classes, channels)
     if name not in NAMES:
-        raise ValueError(
-            f"unknown model {name!r}: the models are {', '.join(NAMES)} and other "
-            "wrn<depth>_<width>, such as wrn16_4"
-        )
+        raise ValueError(f"unknown model {name!r}: the models are {', '.join(NAMES)}, wrn16_4, ...")
     if name == "mnist_cnn":
         return mnist_cnn(classes, channels, image_size)
     if name == "mlp":

@@ -1,8 +1,8 @@
 """Rows of result files (:func:`measured`) and of write-ups (:func:`published`).
 
-A row is one configuration: a published line, or all repeats of a run. It is a dictionary with a
-value or None for each of :data:`COLUMNS`; figures have a mean over the repeats and their sample
-standard deviation. Of measured rows, ``conditions`` has everything else that the repeats have in
+A row is one variant at one size: a published line, or all repeats of a run. It is a dictionary with
+a value or None for each of :data:`COLUMNS`; figures have a mean over the repeats and their sample
+standard deviation. In measured rows, ``conditions`` has everything else that the repeats have in
 common, and ``runs`` their result files. Diverged runs only count for memory.
 """
 
@@ -11,30 +11,26 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import re
 import statistics
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ampfuse.command_line import UsageError
 
-if TYPE_CHECKING:
-    import pandas
-
-FORMAT = 2  # of result files and checkpoints
+FORMAT = 3  # of result files and checkpoints
 Result = dict[str, Any]  # a result file, see Run.result
 Row = dict[str, Any]
-# The script of each recipe.
+# The script of each recipe, and the title of each script.
 RECIPES = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
 EXPERIMENTS = {"cifar": "CIFAR", "imagenet": "ImageNet", "mnist": "MNIST", "mlp": "MLP"}
 EXPERIMENTS |= {"demo": "Digits"}
-# The order of lines and rows.
-METHODS = ("FP32", "fp32", "tf32", "FP16", "fp16", "amp", "amp-fp16", "amp-bf16")
-METHODS += ("O0", "O1", "O2", "O3", "O4", "O5")
+VARIANT_ORDER = "FP32 fp32 tf32 FP16 fp16 amp amp-fp16 amp-bf16 O0 O1 O2 O3 O4 O5".split()
 
-_SHARED = ("recipe", "experiment", "model", "gpu", "method", "batch_size", "optimizer")
+_SHARED = ("recipe", "experiment", "model", "gpu", "variant", "batch_size", "optimizer")
 _SHARED += ("iterations", "epochs")
 _FIGURES = ("time_s", "memory_mb", "accuracy_pct", "images_per_s", "loss_last", "loss_mean")
 COLUMNS = ("source", *_SHARED, "platform")
@@ -46,13 +42,6 @@ COLUMNS += ("memory_kind", "diverged", "skipped_steps", "scale", "date")  # of o
 def records(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """`rows` without their runs, as flat dictionaries, for a CSV or a DataFrame."""
     return [{**{name: row[name] for name in COLUMNS}, **row["conditions"]} for row in rows]
-
-
-def frame(rows: Iterable[Row]) -> pandas.DataFrame:
-    """`rows` as a DataFrame."""
-    import pandas
-
-    return pandas.DataFrame(records(rows))
 
 
 def published(recipe: str) -> list[Row]:
@@ -75,10 +64,9 @@ def measured(folder: str | Path = "results") -> list[Row]:
 
     Repeats differ in seed and number only. Of runs that do not, the one that finished last counts.
     """
-    folder = Path(folder)
+    folder, runs = Path(folder), []
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder; train something first, or pass --results")
-    runs = []
     for path in sorted(folder.rglob("*.json")):
         if path.name.endswith(".trace.json") or path.name.startswith("."):
             continue  # written by the profiler, or being written
@@ -100,15 +88,15 @@ def rows_of(runs: Iterable[Result]) -> list[Row]:
     for run in sorted(runs, key=lambda run: run["finished"]):
         key = repr([*(run[name] for name in _SHARED), sorted(run["conditions"].items())])
         groups.setdefault(key, {})[run["repeat"], run["seed"]] = run
-    rows = [_row_of([*group.values()]) for group in groups.values()]
-    order = {method: place for place, method in enumerate(METHODS)}
-    return sorted(
-        rows,
-        key=lambda row: (
-            *(row["experiment"], row["model"], row["gpu"], order.get(row["method"], len(order))),
-            *(row["method"], row["batch_size"], row["iterations"], str(row["conditions"])),
-        ),
-    )
+
+    def place(row: Row) -> tuple[Any, ...]:
+        variant = row["variant"]
+        order = VARIANT_ORDER.index(variant) if variant in VARIANT_ORDER else len(VARIANT_ORDER)
+        names = ("variant", "batch_size", "iterations")
+        first = (row["experiment"], row["model"], row["gpu"], order)
+        return (*first, *(row[name] for name in names), str(row["conditions"]))
+
+    return sorted((_row_of([*group.values()]) for group in groups.values()), key=place)
 
 
 def _row_of(runs: list[Result]) -> Row:
@@ -134,50 +122,59 @@ def _row_of(runs: list[Result]) -> Row:
 
 # ---- choosing ------------------------------------------------------------------------------------
 
-# Flag, type and help by the column.
+# Flags, type and help by the column.
 _FILTERS: dict[str, tuple[str, type, str]] = {
     "recipe": ("--recipe", str, "e1 to e5"),
-    "experiment": ("--experiment", str, ", ".join(EXPERIMENTS)),
     "model": ("--model", str, "vgg16, resnet50, ..."),
     "gpu": ("--GPU", str, "labels of the devices"),
-    "method": ("--method", str, "FP32, FP16, amp, fp32, O2, ..."),
+    "variant": ("--variant --method", str, "FP32, FP16, amp, fp32, O2, ..."),
     "batch_size": ("--batch", int, "per process"),
     "iterations": ("--iteration", int, "only runs with this many iterations"),
     "epochs": ("--epochs", float, "only runs with this many epochs"),
 }
 
 
-def select(rows: Sequence[Row], **filters: Sequence[Any]) -> list[Row]:
-    """The `rows` that fit `filters`: lists of values by the column, of which an empty one fits all.
-    GPUs and methods come in the order given. Raises UsageError for a value without rows."""
-    found = list(rows)
-    for field, wanted in filters.items():
-        there = dict.fromkeys(row[field] for row in found)
-        if missing := [wish for wish in wanted if wish not in there]:
-            shown = listed(one for one in there if one is not None)
-            flag = _FILTERS[field][0]
-            raise UsageError(f"{flag} {listed(missing)}: no such results; there are {shown}")
-        found = [row for row in found if not wanted or row[field] in wanted]
-    for field in ("method", "gpu"):
-        if wanted := filters.get(field):
-            found.sort(key=lambda row: wanted.index(row[field]))
-    return found
-
-
 def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
     """Add the flags that choose results to a command."""
     add = parser.add_argument
-    for field, (flag, kind, what) in _FILTERS.items():
+    for field, (flags, kind, what) in _FILTERS.items():
         if field != "recipe" or recipe:
             options = {"type": kind, "metavar": field.upper(), "help": f"{what} (default: all)"}
-            add(flag, dest=field, nargs="+", default=[], **options)
+            add(*flags.split(), dest=field, nargs="+", default=[], **options)
     folder = "default: %(default)s"
     add("--results", type=Path, default=Path("results"), metavar="DIR", help=folder)
 
 
 def chosen(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
-    """The `rows` that fit the flags of :func:`add_selection`."""
-    return select(rows, **{field: getattr(args, field, []) for field in _FILTERS})
+    """The `rows` that fit the flags of :func:`add_selection`; GPUs and variants come in the order
+    given. Raises UsageError for a value without rows."""
+    for field, (flags, *_) in _FILTERS.items():
+        if wanted := getattr(args, field, None):
+            there = dict.fromkeys(row[field] for row in rows)
+            if missing := [value for value in wanted if value not in there]:
+                what = f"{flags.split()[0]} {listed(missing)}: no such results"
+                raise UsageError(f"{what}; there are {listed(there)}")
+            rows = sorted(
+                (row for row in rows if row[field] in wanted),
+                key=lambda row: wanted.index(row[field]) if field in ("gpu", "variant") else 0,
+            )
+    return list(rows)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replace the file `path`, completely or not at all. Errors are an OSError that names it."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def file_name(text: str) -> str:

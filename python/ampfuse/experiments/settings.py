@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ampfuse import hardware
 from ampfuse.command_line import OneLineParser, UsageError, at_least, positive
 
 VARIANTS = {
@@ -31,8 +30,9 @@ VARIANTS = {
 }
 LEVELS = tuple(VARIANTS)[4:]
 HALF_LEVELS = ("O2", "O3", "O5")  # with half weights
-_FUSED = ("O1", "O2", "O4", "O5")  # fuse batch norms by default
-_MODES = {"FP32": "fp32", "FP16": "O2", "amp": "O1"}  # E1's names
+# Precision and loss scale of E1's --mode, and of E4's --fp16.
+_PUBLISHED = {"FP32": ("fp32", None), "FP16": ("O2", 128.0), "amp": ("O1", None)}
+_PUBLISHED |= {"fp16": ("O2", 1.0)}
 MADE_UP = ("digits", "synthetic")  # data without a folder
 
 
@@ -60,18 +60,19 @@ def option(default: Any, help: str = "", *names: str, **kind: Any) -> Any:
 class Settings:
     """One run: one variant, one batch size, one repeat.
 
-    `recipe` is None if these settings were not published together; `method` is the arm's name in
-    tables. `loss_scale` is a number, "dynamic", or None for the arm's default. `mean` and `std` of
-    the pixels are shares of 255 (default: the data set's). `clip` is a norm, `schedule` one of
-    :func:`run.lr_factor`, and `warmup` a share of the run.
+    `recipe` is None if these settings were not published together. `variant` is the name in tables,
+    `precision` one of :data:`VARIANTS`; they differ for the published names FP32, FP16 and amp.
+    `loss_scale` is a number, "dynamic", or None for the variant's default. `mean` and `std` of the
+    pixels are shares of 255 (default: the data set's). `clip` is a norm, `schedule` one of
+    :func:`training.lr_factor`, and `warmup` a share of the run.
     """
 
     experiment: str
     recipe: str | None = None
     model: str
     data: str = "synthetic"
-    arm: str = "fp32"
-    method: str = "fp32"
+    precision: str = "fp32"
+    variant: str = "fp32"
     repeat: int = 0
     loss_scale: float | str | None = None
     growth_interval: int = 2000
@@ -79,7 +80,7 @@ class Settings:
     shuffle: bool = True
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    synthetic_size: int = 2048
+    synthetic_size: int | None = None
     dropout: float = 0.0
     momentum: float = 0.9
     weight_decay: float = 0.0
@@ -88,7 +89,7 @@ class Settings:
     warmup: float = 0.0
     image_size: int = option(32, "pixels each way", **_COUNT)
     keep_batchnorm_fp32: bool | None = option(None, "FP32 batch norms (O2, O3, O5)", **_SWITCH)
-    fuse: bool = option(False, "fuse batch norms (default: O1, O2, O4, O5 in NHWC)", **_SWITCH)
+    fuse: bool | None = option(None, "batch norms (default: O1, O2, O4, O5 in NHWC)", **_SWITCH)
     batch_size: int = option(128, "per process; one or several", "-b", nargs="+", **_COUNT)
     epochs: int | None = option(None, "passes over the training data", **_COUNT)
     iterations: int | None = option(None, "training steps", "--iteration", **_COUNT)
@@ -96,10 +97,11 @@ class Settings:
     seed: int = option(0, "seed of the first repeat (default: 0)", type=int, metavar="N")
     optimizer: str = option("sgd", choices=("sgd", "adam", "adamw"))
     lr: float = option(0.01, type=positive, metavar="X")
-    loader: str = option("resident", "on the device or by workers", choices=("resident", "workers"))
+    loader: str | None = option(
+        None, "on the device, or by workers (default for files)", choices=("resident", "workers")
+    )
     workers: int = option(2, "loader processes", "-j", type=at_least(0), metavar="N")
-    channels_last: bool = option(True, "NHWC memory format (default: on)", **_SWITCH)
-    cudnn_benchmark: bool = option(True, "let cuDNN time algorithms (default: on)", **_SWITCH)
+    channels_last: bool = option(True, "NHWC memory format (default: True)", **_SWITCH)
     graph: bool = option(False, "run a step as one CUDA graph", **_ON)
     deterministic: bool = option(False, "same bits in every run", **_ON)
     sync_bn: bool = option(False, "batch norm statistics across GPUs", **_ON)
@@ -113,18 +115,14 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The published settings of one experiment, or a function of (variant, flags).
-
-    `cpu` makes a run of seconds to minutes without a GPU. `ours` names the settings that the
-    write-up does not mention.
-    """
+    """The published settings of one experiment, or a function of (precision, flags). `cpu` makes a
+    run of seconds to minutes without a GPU."""
 
     name: str
     title: str
     models: tuple[str, ...]
     settings: Mapping[str, Any] | Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
     cpu: Mapping[str, Any]
-    ours: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,56 +142,45 @@ class Script:
 
 def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     """Parse `argv`; flags may have "_" for "-", as in the published scripts."""
-    text = f"{script.title}\n\nRecipes (published settings; flags override them):\n"
-    for recipe in script.recipes:
-        text += f"  {recipe.name}  {recipe.title}\n      models: {', '.join(recipe.models)}\n"
-        text += f"      not published, chosen here: {recipe.ours}\n" if recipe.ours else ""
-    text += "\nVariants:\n"
-    text += "\n".join(f"  {variant:<9} {what}" for variant, what in VARIANTS.items())
+    text = f"{script.title}\n\nRecipes (published settings; flags override them), and variants:\n"
+    text += "".join(f"  {one.name:<9} {one.title}\n" for one in script.recipes)
+    text += "".join(f"  {name:<9} {what}\n" for name, what in VARIANTS.items())
     look = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog=prog, description=text, formatter_class=look, allow_abbrev=False)
-    add = parser.add_argument_group("what to train").add_argument
-    names = [recipe.name for recipe in script.recipes]
+    what = parser.add_argument_group("what to train")
+    add, names = what.add_argument, [recipe.name for recipe in script.recipes]
     add("--recipe", choices=names, help="published settings (default: those of the model)")
     add("--model", "-a", metavar="NAME", help="one of a recipe, or wrn<depth>_<width>")
     data = f"a folder, scikit-learn's digits, or synthetic noise (default: {script.data or 'none'})"
     add("--data", metavar="PATH|digits|synthetic", help=data)
-    add("folder", nargs="?", metavar="DATA", help="the same as --data")
-    add("--download", **_ON, help="create the folder of --data, download MNIST or CIFAR-10")
+    add("data", nargs="?", default=argparse.SUPPRESS, metavar="DATA", help="the same as --data")
+    one_of = what.add_mutually_exclusive_group().add_argument
     variants = "one or several, or all (default: FP32 and O2, or O5 on a CPU)"
-    add("--arm", nargs="+", choices=(*VARIANTS, "all"), metavar="ARM", help=variants)
+    one_of("--variant", nargs="+", choices=(*VARIANTS, "all"), metavar="NAME", help=variants)
+    one_of("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O1")
+    one_of("--fp16", **_ON, help="E4's name for O2 with a static scale")
     modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
-    add("--mode", choices=tuple(_MODES), help=modes)
-    add("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --arm O1")
-    add("--fp16", **_ON, help="E4's name for O2 with a static scale")
-    add("--loss-scale", type=scale, metavar="N|dynamic", help="for variants that scale the loss")
-    add("--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N")
+    add("--mode", choices=("FP32", "FP16", "amp"), help=modes)
+    one_of = what.add_mutually_exclusive_group().add_argument
+    one_of("--loss-scale", type=scale, metavar="N|dynamic", help="for variants that scale the loss")
+    one_of("--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--GPU", metavar="NAME", help="name of the device in results (default: its own)")
     add("--output", "-o", type=Path, default=Path("results"), metavar="DIR", help="for results")
     add("--resume", type=Path, metavar="FILE", help="continue from a checkpoint (.pt)")
     add("--checkpoints", **_ON, help="save one at the end of each epoch")
     add("--prof", type=int, default=0, metavar="N", help="profile N steps and write a trace")
-    add = parser.add_argument_group("how to train, the same for every arm").add_argument
+    how = parser.add_argument_group("how to train, the same for every variant")
+    length = how.add_mutually_exclusive_group()
     for name, field in FIELDS.items():
         if field.metadata and (script.distributed or name not in ("sync_bn", "fsdp")):
-            flag, kind = name.replace("_", "-"), dict(field.metadata)
-            add(f"--{flag}", *kind.pop("names"), **kind)
-            if kind.get("type") is switch:
-                off = {"action": "store_false", "default": None, "help": argparse.SUPPRESS}
-                add(f"--no-{flag}", dest=name, **off)
+            kind = dict(field.metadata)
+            group = length if name in ("epochs", "iterations") else how
+            group.add_argument(f"--{name.replace('_', '-')}", *kind.pop("names"), **kind)
     words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
     args = parser.parse_intermixed_args(words)
-    others = ["mode", "fp16", *["opt_level"] * (args.mode != "amp")]  # --mode amp --opt-level O2
-    for what, names in (
-        ("the data", ["data", "folder"]),
-        ("the length", ["epochs", "iterations"]),
-        ("the loss scale", ["loss_scale", "static_loss_scale"]),
-        ("the arm", ["arm", *others]),
-    ):
-        if len(given := [name for name in names if getattr(args, name)]) > 1:
-            flags = " and ".join(f"--{name}" for name in given).replace("_", "-")
-            parser.error(f"{flags.replace('--folder', 'DATA')} both set {what}; give only one")
+    if args.mode and (args.variant or args.fp16 or (args.opt_level and args.mode != "amp")):
+        parser.error(f"--mode {args.mode} sets the variant; give no other flag that does")
     return args
 
 
@@ -204,47 +191,44 @@ def runs_of(args: argparse.Namespace, script: Script, device: torch.device) -> l
     """The runs that `args` ask for, in order."""
     if args.graph and device.type != "cuda":
         raise UsageError("--graph: a CUDA graph needs a GPU; leave it out on a CPU")
-    if not (data := args.data or args.folder or script.data):
+    if not (data := args.data or script.data):
         raise UsageError("--data is required: a folder, digits or synthetic")
     # The given recipe, or that of the model, or the script's first.
     recipes = [recipe for recipe in script.recipes if args.recipe in (None, recipe.name)]
     recipe = next((recipe for recipe in recipes if args.model in recipe.models), recipes[0])
     model = args.model or recipe.models[0]
-    variants, method, loss_scale = _precision(args, device)
     flags = {n: v for n, v in vars(args).items() if n in FIELDS and v is not None}
-    flags |= {"data": data, "experiment": script.name, "model": model, "loss_scale": loss_scale}
+    flags |= {"data": data, "experiment": script.name, "model": model}
     flags["recipe"] = recipe.name if model in recipe.models else None
     flags |= {"iterations": args.prof} if args.prof else {}
-    runs: list[Settings] = []
+    variants, runs = _variants(args, device), []
     for size in dict.fromkeys(flags.pop("batch_size", [None])):
         flags |= {"batch_size": size} if size else {}
-        of_variant = [flags | {"arm": variant, "method": method or variant} for variant in variants]
-        of_size = [_resolved(recipe, one, device) for one in of_variant]
+        of_size = [_resolved(recipe, flags | variant, device) for variant in variants]
         # Variants take turns, so that other load of the machine affects all of them alike.
         repeats = range(of_size[0].repeats)
         runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
     return runs
 
 
-def _precision(
-    args: argparse.Namespace, device: torch.device
-) -> tuple[list[str], str | None, float | str | None]:
-    """Variants, method and loss scale, from our flags or those of the published scripts."""
+def _variants(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Name, precision and loss scale of each, from our flags or the published scripts'."""
     loss_scale = args.loss_scale or args.static_loss_scale
-    if args.mode:
-        variant = args.opt_level or _MODES[args.mode]
-        return [variant], args.mode, loss_scale or (128.0 if args.mode == "FP16" else None)
-    if args.fp16:
-        return ["O2"], "fp16", loss_scale or 1.0
-    variants = args.arm or ([args.opt_level] if args.opt_level else ["fp32"])
+    if name := args.mode or ("fp16" if args.fp16 else None):
+        precision, published_scale = _PUBLISHED[name]
+        loss_scale = loss_scale or published_scale
+        precision = args.opt_level or precision
+        return [{"variant": name, "precision": precision, "loss_scale": loss_scale}]
+    names = args.variant or ([args.opt_level] if args.opt_level else ["fp32"])
     # The FP32 line of E4 has a static scale, but no --fp16.
-    if not (args.arm or args.opt_level or args.static_loss_scale):
-        variants.append("O2" if device.type == "cuda" else "O5")
-    if "all" in variants:
-        variants = [variant for variant in VARIANTS if variant != "tf32" or has_tf32(device)]
-    if "tf32" in variants and not has_tf32(device):
-        raise UsageError("--arm tf32: TF32 needs a GPU of sm_80 (Ampere) or later")
-    return list(dict.fromkeys(variants)), None, loss_scale
+    if not (args.variant or args.opt_level or args.static_loss_scale):
+        names.append("O2" if device.type == "cuda" else "O5")
+    if "all" in names:
+        names = [name for name in VARIANTS if name != "tf32" or has_tf32(device)]
+    if "tf32" in names and not has_tf32(device):
+        raise UsageError("--variant tf32: TF32 needs a GPU of sm_80 (Ampere) or later")
+    names = dict.fromkeys(names)
+    return [{"variant": name, "precision": name, "loss_scale": loss_scale} for name in names]
 
 
 def has_tf32(device: torch.device) -> bool:
@@ -253,28 +237,13 @@ def has_tf32(device: torch.device) -> bool:
 
 def _resolved(recipe: Recipe, flags: Mapping[str, Any], device: torch.device) -> Settings:
     """The settings of the recipe, changed for a CPU and then by `flags`."""
-    variant, made_up = flags["arm"], flags["data"] in MADE_UP
-    published = recipe.settings(variant, flags) if callable(recipe.settings) else recipe.settings
+    published = recipe.settings
+    if callable(published):
+        published = published(flags["precision"], flags)
     cpu = {"print_freq": 5, **recipe.cpu} if device.type == "cpu" else {}
     settings: dict[str, Any] = {}
     for layer in (published, cpu, flags):
         if layer.keys() & {"epochs", "iterations"}:  # replaces any other length
             settings |= {"epochs": None, "iterations": None}
         settings |= layer
-    if "loader" not in flags and (made_up or flags.get("workers")):
-        settings["loader"] = "resident" if made_up else "workers"
-    if "workers" in settings and "workers" not in flags:  # more workers than cores are slower
-        settings["workers"] = min(settings["workers"], hardware.core_count())
-    if settings.get("deterministic"):
-        settings["cudnn_benchmark"] = False
-    # Noise for a few steps is enough.
-    settings.setdefault("synthetic_size", max(2048, 4 * settings["batch_size"]))
-    if variant not in ("amp-fp16", *LEVELS[1:]):
-        settings["loss_scale"] = None
-    if variant not in HALF_LEVELS:
-        settings["keep_batchnorm_fp32"] = None
-    if variant not in LEVELS or "fuse" not in flags:
-        separate_norms = settings.get("fsdp") and variant in HALF_LEVELS
-        nhwc = settings.get("channels_last", True)
-        settings["fuse"] = variant in _FUSED and nhwc and not separate_norms
     return Settings(**settings)

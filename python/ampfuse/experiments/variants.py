@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse import amp, half_ops
-from ampfuse.experiments.settings import LEVELS, Settings
+from ampfuse.experiments.settings import HALF_LEVELS, LEVELS, Settings
 from ampfuse.graphs import GraphedCall
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -28,12 +28,12 @@ def build_variant(
 ) -> Variant:
     """The variant of `settings`, with `model` (FP32, on `device`) and a new optimizer."""
     # By default, torch computes FP32 convolutions in TF32 on an Ampere GPU.
-    precision = "tf32" if settings.arm == "tf32" else "ieee"
+    precision = "tf32" if settings.precision == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision
     # torch's FP16 kernels take a hundred times as long; a level enables ours itself.
-    half_ops.use(device.type == "cpu" and settings.arm == "amp-fp16")
-    return (_Level if settings.arm in LEVELS else Variant)(settings, model, loss_of, device)
+    half_ops.use(device.type == "cpu" and settings.precision == "amp-fp16")
+    return (_Level if settings.precision in LEVELS else Variant)(settings, model, loss_of, device)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Variant:
             float32, 0-dim, on the device.
         bare_model: `model` without the wrapper for several processes.
         scaler: the loss scaler.
-        policy: the arm's choices of scaling, masters and batch norms, as JSON.
+        policy: the variant's choices of scaling, masters and batch norms, as JSON.
     """
 
     policy: dict[str, Any]
@@ -64,13 +64,13 @@ class Variant:
         # A level replaces the optimizer by ampfuse's. torch's fused SGD does not support shards. A
         # captured step reads its learning rate from the device.
         sharded_sgd = of.fsdp and of.optimizer == "sgd"
-        fused = True if of.arm not in LEVELS and not sharded_sgd else None
+        fused = True if of.precision not in LEVELS and not sharded_sgd else None
         lr = torch.tensor(of.lr, device=device) if of.graph else of.lr
         options: dict[str, Any] = {"lr": lr, "weight_decay": of.weight_decay, "fused": fused}
         options |= {"momentum": of.momentum} if of.optimizer == "sgd" else {"capturable": of.graph}
         self.optimizer: Any = _OPTIMIZERS[of.optimizer](model.parameters(), **options)
         self.step = GraphedCall(self._step) if of.graph else self._step
-        self._half = _HALVES.get(of.arm)
+        self._half = _HALVES.get(of.precision)
         self._set_up()
 
     def _set_up(self) -> None:
@@ -83,7 +83,8 @@ class Variant:
             growth_interval=2**31 - 1 if static else 2000,
             enabled=self._half is torch.float16,
         )
-        self.policy = {"loss_scale": static or "dynamic"} if self.scaler.is_enabled() else {}
+        scale = (static or "dynamic") if self.scaler.is_enabled() else None
+        self.policy = {"keep_batchnorm_fp32": None, "loss_scale": scale, "fuse": False}
         if self._half and settings.optimizer == "sgd" and settings.momentum:
             # torch's fused SGD leaves the buffers uninitialized if the first step is skipped, and
             # uses them in the next. With zeros the first step gives the same result.
@@ -150,12 +151,21 @@ class _Level(Variant):
     """ampfuse: ``amp.initialize`` at O0 to O5."""
 
     def _set_up(self) -> None:
-        names = ("keep_batchnorm_fp32", "loss_scale", "growth_interval")
-        options = {name: getattr(self.settings, name) for name in names}
-        norms = any(isinstance(module, _BatchNorm) for module in self.model.modules())
-        options |= {"opt_level": self.settings.arm, "fuse": self.settings.fuse and norms}
+        of = self.settings
+        has_norms = any(isinstance(module, _BatchNorm) for module in self.model.modules())
+        fuse = of.fuse
+        if fuse is None:  # sharded apart from half weights, batch norms cannot be fused
+            fuse = of.precision not in ("O0", "O3") and of.channels_last
+            fuse = fuse and not (of.fsdp and of.precision in HALF_LEVELS)
         self.model, self.optimizer = amp.initialize(
-            self.model, self.optimizer, verbosity=0, **options
+            self.model,
+            self.optimizer,
+            opt_level=of.precision,
+            keep_batchnorm_fp32=of.keep_batchnorm_fp32 if of.precision in HALF_LEVELS else None,
+            loss_scale=of.loss_scale if of.precision != "O0" else None,
+            growth_interval=of.growth_interval,
+            fuse=fuse and has_norms,
+            verbosity=0,
         )
         session = self.optimizer._amp_session
         policy, self.scaler = session.policy, session.loss_scalers[0]

@@ -31,10 +31,9 @@ from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import distributed, make_table, models
 from ampfuse.experiments.data import Data, open_data
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.results import FORMAT, Result, Row, file_name, listed, rows_of
+from ampfuse.experiments.results import FORMAT, Result, Row, file_name, rows_of, write
 from ampfuse.experiments.settings import MADE_UP, VARIANTS, Script, Settings, parse, runs_of
 from ampfuse.experiments.variants import Variant, build_variant, squared_error
-from ampfuse.files import atomic
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, StepClock, tensor_memory
 
@@ -42,12 +41,8 @@ _WARM_UP_STEPS = 2
 _DIVERGED = 3  # exit status; the others are in status_of()
 
 
-@dataclass(eq=False)
 class Diverged(Exception):
-    """The loss is no longer finite since step `step` (from 1)."""
-
-    step: int
-    reason: str
+    """The loss is no longer finite."""
 
 
 @dataclass
@@ -61,7 +56,6 @@ class Place:
     checkpoints: bool = False  # save one at the end of each epoch
     profile: bool = False
     measure_tensors: bool = False  # report the tensors' memory instead of the process's
-    saved: Path | None = None  # the last checkpoint
 
 
 @dataclass
@@ -95,12 +89,12 @@ class Run:
         of_epochs = (settings.epochs or math.inf) * data.batches_per_epoch
         self.total = int(min(settings.iterations or math.inf, of_epochs))
         self.step = resume["step"] if resume else 0
-        self.record = Record(**resume["record"]) if resume else Record()
+        self.record = resume["record"] if resume else Record()
         # The first steps capture the graph and are not timed.
         self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
         self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
         self._steps: list[Tensor] = []  # loss, loss scale and skip of each step of the interval
-        torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+        torch.backends.cudnn.benchmark = not settings.deterministic
         torch.backends.cudnn.deterministic = settings.deterministic
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
 
@@ -118,7 +112,7 @@ class Run:
         if of.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if of.fsdp:
-            distributed.shard(model, separate_norms=of.arm in distributed.HALF_LEVELS)
+            distributed.shard(model, separate_norms=of.precision in distributed.HALF_LEVELS)
         loss_of = squared_error if of.model == "mlp" else F.cross_entropy
         variant = build_variant(of, model, loss_of, self.device)
         if self.world.size > 1 and not of.fsdp:
@@ -134,7 +128,7 @@ class Run:
 
         self.variant = variant = self._start()
         of = self.settings
-        title = f"{of.model} {of.method} {of.repeat + 1}/{of.repeats}"
+        title = f"{of.model} {of.variant} {of.repeat + 1}/{of.repeats}"
         hidden = True if self.world.rank else None  # None: hidden unless in a terminal
         bar = tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
         with bar as self._bar, self._profile():
@@ -148,8 +142,8 @@ class Run:
                 self._end_epoch()
 
     def _start(self) -> Variant:
-        """The variant to train, in the state of the checkpoint. The first of two models warms up:
-        libraries choose and compile kernels in its steps, which are not timed."""
+        """The variant to train, in the state of the checkpoint. Another model warms up: libraries
+        choose and compile kernels in its steps, which are not timed."""
         measure = tensor_memory if self.place.measure_tensors else contextlib.nullcontext
         self.memory.release()
         torch.manual_seed(self.seed)
@@ -195,12 +189,11 @@ class Run:
                 sums = self.variant.test(self.data.test_batches())
             loss, right, images = self.world.sum(sums)
             accuracy = right / images if self.data.classes else None
-            test = {"loss": loss / images, "accuracy": accuracy}
-            record.memory_bytes = max(record.memory_bytes, self._memory())
-            time_s = sum(record.step_ms) / 1e3
-            record.evaluations.append({"step": self.step, "time_s": time_s, **test})
-            if not math.isfinite(test["loss"]):
-                raise Diverged(self.step, f"the test loss became {test['loss']}")
+            record.memory_bytes = max(record.memory_bytes, self._tensors or self.memory.peak())
+            when = {"step": self.step, "time_s": sum(record.step_ms) / 1e3}
+            record.evaluations.append({**when, "loss": loss / images, "accuracy": accuracy})
+            if not math.isfinite(loss):
+                raise Diverged(f"the test loss became {loss}")
         if self.place.checkpoints:
             self.save()
         self._clock.resume()
@@ -215,29 +208,22 @@ class Run:
         first = self.step - len(losses) + 1
         record.losses += losses
         record.skipped_steps += int(sum(skipped))
-        record.memory_bytes = max(record.memory_bytes, self._memory())
-        loss, time_s = mean_of_finite(losses), sum(record.step_ms) / 1e3
-        interval = {"step": self.step, "time_s": time_s, "loss": loss}
-        interval |= {"lr": self._lr, "loss_scale": scales[-1]}
-        interval["overflow_steps"] = [first + i for i, skip in enumerate(skipped) if skip]
+        record.memory_bytes = max(record.memory_bytes, self._tensors or self.memory.peak())
+        loss, overflows = mean_of_finite(losses), [first + i for i, x in enumerate(skipped) if x]
+        interval = {"step": self.step, "time_s": sum(record.step_ms) / 1e3, "loss": loss}
+        interval |= {"lr": self._lr, "loss_scale": scales[-1], "overflow_steps": overflows}
         record.intervals.append(interval)
         self._bar.set_postfix(loss=loss)
         self._check(scales, skipped)
 
-    def _memory(self) -> int:
-        return self.memory.peak() if self._tensors is None else self._tensors
-
     def _check(self, scales: Sequence[float], skipped: Sequence[float]) -> None:
         """Raise Diverged if the interval ends in non-finite losses, or skips all steps. A single
         non-finite loss is no sign under a dynamic scale, which skips a bad batch."""
-        losses, first = self.record.losses, self.step
+        losses = self.record.losses
         if not any(map(math.isfinite, losses[-3 if any(skipped) else -1 :])):
-            while first > 1 and not math.isfinite(losses[first - 2]):
-                first -= 1
-            raise Diverged(first, f"the training loss became {losses[-1]}")
+            raise Diverged(f"the training loss became {losses[-1]}")
         if len(skipped) >= 10 and all(skipped) and scales[-1] <= 1.0:
-            reason = f"every step overflows, even at a loss scale of {scales[-1]:.10g}"
-            raise Diverged(self.step - len(skipped) + 1, reason)
+            raise Diverged(f"every step overflows, even at a loss scale of {scales[-1]:.10g}")
 
     # ---- files -----------------------------------------------------------------------------------
 
@@ -248,31 +234,27 @@ class Run:
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
         values = {
-            "format": FORMAT,
-            "settings": asdict(self.settings),
-            "step": self.step,
-            "model": model,
-            "optimizer": optimizer,
-            "scaler": self.variant.scaler.state_dict(),
-            "rng": self.world.gather(rng),
-            "record": asdict(self.record),
+            **{"format": FORMAT, "settings": asdict(self.settings), "step": self.step},
+            **{"model": model, "optimizer": optimizer, "scaler": self.variant.scaler.state_dict()},
+            **{"rng": self.world.gather(rng), "record": asdict(self.record)},
         }
         if self.stem and self.world.rank == 0:
-            with atomic(path := Path(f"{self.stem}.pt")) as file:
-                torch.save(values, file)
-            self.place.saved = path
+            torch.save(values, file := io.BytesIO())
+            write(Path(f"{self.stem}.pt"), file.getvalue())
 
     def result(self, diverged: Diverged | None = None) -> Result:
-        """What a result file holds: JSON, with None in place of NaN and infinity."""
+        """The contents of the result file: JSON, with None in place of NaN and infinity."""
         record, settings = self.record, asdict(self.settings)
         times, images = record.step_ms or [math.nan], settings["batch_size"] * self.world.size
         mean_ms = statistics.fmean(times)
+        finite = (i for i, loss in enumerate(record.losses, 1) if math.isfinite(loss))
+        stopped = {"step": min(max(finite, default=0) + 1, self.step), "reason": str(diverged)}
         test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
+        now = datetime.datetime.now(datetime.timezone.utc)
         result = {
             "format": FORMAT,
             **{name: settings[name] for name in _IN_RESULT},
-            "gpu": self.place.label,
-            "seed": self.seed,
+            **{"gpu": self.place.label, "seed": self.seed},
             "iterations": self.total,  # the intended length if the run diverged
             "epochs": self.total / self.data.batches_per_epoch,
             "time_s": mean_ms * self.total / 1e3,
@@ -287,7 +269,7 @@ class Run:
             "loss_mean": mean_of_finite(record.losses),
             "loss_scale": self.variant.loss_scale(),
             "skipped_steps": record.skipped_steps,
-            "diverged": diverged and {**vars(diverged), "suggestion": suggestion(self.settings)},
+            "diverged": stopped if diverged else None,
             "conditions": {  # what repeats have in common, except the fields above
                 **{name: settings[name] for name in settings if name not in _NO_CONDITION},
                 **self.data.describe(),
@@ -296,15 +278,14 @@ class Run:
                 **{"torch": str(torch.__version__), "ampfuse": ampfuse.__version__},
                 "cuda": torch.version.cuda,
             },
-            "intervals": record.intervals,
-            "evaluations": record.evaluations,
-            "finished": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **{"intervals": record.intervals, "evaluations": record.evaluations},
+            "finished": now.isoformat(timespec="seconds"),
         }
         # NaN and infinity, which JSON does not have, become None.
         return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
 
-_IN_RESULT = ("recipe", "experiment", "model", "method", "batch_size", "optimizer", "repeat")
+_IN_RESULT = ("recipe", "experiment", "model", "variant", "batch_size", "optimizer", "repeat")
 _NO_CONDITION = {*_IN_RESULT, "repeats", "seed", "iterations", "epochs", "print_freq", "evaluate"}
 _NO_CONDITION |= {"synthetic_size"}
 
@@ -321,16 +302,6 @@ def lr_factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> floa
     return {**shapes, "cosine": (1 + math.cos(math.pi * share)) / 2}[schedule]
 
 
-def suggestion(of: Settings) -> str:
-    """What to try after a run of these settings diverged."""
-    if of.arm == "O3":
-        better = "O3 with --keep-batchnorm-fp32 True --loss-scale 128, or O2"
-        return f"O3 has no FP32 masters or batch norms and no loss scaling: try {better}"
-    if of.arm in ("O1", "O2", "amp-fp16") and isinstance(of.loss_scale, float):
-        return f"a static loss scale of {of.loss_scale:g} skips no step: try --loss-scale dynamic"
-    return f"try a lower --lr (now {of.lr:g}), or BF16 if this is FP16"
-
-
 def mean_of_finite(losses: Sequence[float]) -> float | None:
     """The mean without inf and NaN of skipped steps; None if nothing is left."""
     finite_ones = [loss for loss in losses if math.isfinite(loss)]
@@ -343,48 +314,34 @@ def mean_of_finite(losses: Sequence[float]) -> float | None:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read `path`. Nothing in it is executed: it may come from anywhere."""
     try:
-        content = io.BytesIO(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"--resume '{path}': {error.strerror}") from error
-    try:
-        values = torch.load(content, map_location="cpu", weights_only=True)
+        values = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
         if values["format"] != FORMAT:
             raise ValueError("of another format")
-        Settings(**values["settings"])
-        Record(**values["record"])
+        return {**values, "name": path.stem, "record": Record(**values["record"])}
+    except OSError as error:
+        raise UsageError(f"--resume '{path}': {error.strerror}") from error
     # torch raises nearly anything for a damaged file, and advises to execute its contents.
     except Exception as error:
         what = f"{path} is damaged or not a checkpoint of this version"
         raise UsageError(f"--resume: {what}") from error
-    return {**values, "name": path.stem}
 
 
 def position(runs: Sequence[Settings], resume: dict[str, Any], world: World) -> int:
-    """Which of the `runs` the checkpoint continues (the run may be longer now); those before it are
-    done."""
-    free = {"epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"}
-    then = {**resume["settings"], "processes": len(resume["rng"])}
-    differences = []
-    for run in runs:
-        now = {**asdict(run), "processes": world.size}
-        names = [name for name in then if name not in free and then[name] != now[name]]
-        differences.append([f"{n} was {then[n]!r}, is now {now[n]!r}" for n in names])
-    nearest = min(differences, key=len)
-    if nearest:
-        raise UsageError(f"--resume: the checkpoint is from another run ({', '.join(nearest)})")
-    return differences.index(nearest)
+    """The index of the run that the checkpoint continues (it may be longer now); those before it
+    are done."""
+    free = dict.fromkeys(("epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"))
+    for index, run in enumerate(runs):
+        same = {**asdict(run), **free} == {**resume["settings"], **free}
+        if same and len(resume["rng"]) == world.size:
+            return index
+    raise UsageError("--resume: the checkpoint is from a run with other settings or processes")
 
 
 def _restore(variant: Variant, saved: dict[str, Any], rank: int) -> None:
     """Restore `variant` and the random number generators from a checkpoint."""
-    try:
-        distributed.load_states(
-            variant.bare_model, variant.optimizer, saved["model"], saved["optimizer"]
-        )
-        variant.scaler.load_state_dict(saved["scaler"])
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        why = " ".join(str(error).split())
-        raise UsageError(f"--resume: the checkpoint does not fit the model: {why}") from error
+    states = saved["model"], saved["optimizer"]
+    distributed.load_states(variant.bare_model, variant.optimizer, *states)
+    variant.scaler.load_state_dict(saved["scaler"])
     for group in variant.optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # a captured step reads it from its device
             group["lr"] = group["lr"].to(variant.device)
@@ -403,11 +360,11 @@ def sweep(script: Script, argv: Sequence[str] | None = None, prog: str | None = 
     argv = sys.argv[1:] if argv is None else list(argv)
     prog = prog or f"python -m ampfuse.experiments.{script.name}"
     args = parse(script, argv, prog)
-    left = "finished runs have saved their results"
-    return status_of(lambda: _sweep(script, args, argv), prog, left)
+    left = "finished runs have saved their results; --resume continues from a checkpoint"
+    return status_of(lambda: _sweep(script, args, shlex.join([*prog.split(), *argv])), prog, left)
 
 
-def _sweep(script: Script, args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
     check_installed("experiments", "torchvision", "timm", "tqdm", "sklearn")
     world = World.of_environment()
     if world.size > 1 and not script.distributed:
@@ -416,41 +373,33 @@ def _sweep(script: Script, args: argparse.Namespace, argv: Sequence[str]) -> int
     device = choose_device(f"cuda:{world.local_rank}" if by_rank else args.device)
     resume = load_checkpoint(args.resume) if args.resume else None
     todo = runs_of(args, script, device)
-    own = args.data or args.folder
-    if own and own not in MADE_UP and not (args.download or Path(own).expanduser().is_dir()):
-        raise UsageError(f"--data {own}: no such folder (--download creates it)")
+    if args.data not in (None, *MADE_UP) and not Path(args.data).expanduser().is_dir():
+        raise UsageError(f"--data {args.data}: no such folder; create it to download into it")
     label = file_name(args.GPU or device_name(device))
     place = Place(device, world, args.output / label, label, bool(args.checkpoints), args.prof > 0)
     check_writable("--output", place.folder)
     todo = todo[position(todo, resume, world) :] if resume else todo
     say = (lambda text: None) if world.rank else print
-    say(heading(script, todo, device, world.size))
+    say(f"{script.title} {todo[0].data} data, on {device_name(device)}, torch {torch.__version__}.")
     results: list[Result] = []
-    try:
-        with world.connected(device):
-            for result in train_all(todo, place, resume):
-                results.append(result)
-                say(line(result, todo[0].repeats))
-    except KeyboardInterrupt:
-        if place.saved:
-            again = shlex.join([*argv, "--resume", str(place.saved)])  # the last --resume counts
-            say(f"\nTo continue: python -m ampfuse.experiments.{script.name} {again}")
-        elif not place.checkpoints:
-            say("\nWith --checkpoints, an interrupted run can be continued.")
-        raise
+    with world.connected(device):
+        for result in train_all(todo, place, resume, command):
+            results.append(result)
+            say(line(result, todo[0].repeats))
     say(f"{table(rows_of(results))}\nResults: {place.folder.absolute()}")
     return _DIVERGED if any(result["diverged"] for result in results) else 0
 
 
 def train_all(
-    todo: Sequence[Settings], place: Place, resume: dict[str, Any] | None = None
+    todo: Sequence[Settings], place: Place, resume: dict[str, Any] | None = None, command: str = ""
 ) -> Iterator[Result]:
-    """Train the runs `todo`, the first one from `resume`, and write their result files."""
+    """Train the runs `todo`, the first one from `resume`, and write their result files. Ctrl-C
+    prints how `command` continues."""
     for of in todo:
         # With the time, so that no run replaces another's files.
         length = f"i{of.iterations}" if of.iterations else f"e{of.epochs}"
         when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
-        parts = [of.experiment, of.model, of.method, f"b{of.batch_size}", length, f"r{of.repeat}"]
+        parts = [of.experiment, of.model, of.variant, f"b{of.batch_size}", length, f"r{of.repeat}"]
         name = resume["name"] if resume else file_name("-".join([*parts, when]))
         name = place.world.gather(name)[0]
         data = open_data(of, place.device, place.world.rank, place.world.size)
@@ -459,35 +408,26 @@ def train_all(
             run.train()
         except Diverged as error:
             diverged = error
+        except KeyboardInterrupt:
+            if place.world.rank == 0 and (saved := Path(f"{run.stem}.pt")).is_file():
+                print(f"\nTo continue: {command} --resume {shlex.quote(str(saved))}")
+            raise
         result, resume = run.result(diverged), None
         if place.folder and place.world.rank == 0:
-            with atomic(place.folder / f"{name}.json") as file:
-                file.write(json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
+            text = json.dumps(result, indent=1, allow_nan=False)
+            write(place.folder / f"{name}.json", f"{text}\n".encode())
         yield result
-
-
-def heading(script: Script, todo: Sequence[Settings], device: torch.device, processes: int) -> str:
-    first = todo[0]
-    length = f"{first.iterations} iterations" if first.iterations else f"{first.epochs} epochs"
-    where = device_name(device) + f", {processes} processes" * (processes > 1)
-    batches = listed(dict.fromkeys(of.batch_size for of in todo))
-    methods = listed(dict.fromkeys(of.method for of in todo))
-    text = (
-        f"{script.title}\n{first.model} on {first.data}, batch {batches}, {length}, "
-        f"{first.optimizer} at {first.lr:g}; {methods}.\nOn {where}, torch {torch.__version__}."
-    )
-    small = "\nNo GPU: sizes are those for a CPU, unless flags set them."
-    return text + small if device.type == "cpu" else text
 
 
 def line(result: Result, repeats: int = 1) -> str:
     """One run of `repeats` as one line."""
-    name = f"{result['model']} {result['method']} batch {result['batch_size']}"
+    name = f"{result['model']} {result['variant']} batch {result['batch_size']}"
     name += f", {result['repeat'] + 1} of {repeats}" if repeats > 1 else ""
     if why := result["diverged"]:
         return (
             f"{name} diverged in step {why['step']}: {why['reason']}. Loss scale: "
-            f"{result['loss_scale']:.10g}.\n  What to do: {why['suggestion']}.\n"
+            f"{result['loss_scale']:.10g}.\n  Try a lower --lr, --loss-scale dynamic, or BF16. O3 "
+            "has neither FP32 masters nor a loss scale: try O2.\n"
             "  To find the first inf or NaN, wrap the step in amp.explain_overflow(model)."
         )
     return f"{name}: " + ", ".join(t.format(result[n]) for n, t in _FIGURES.items() if result[n])
@@ -496,11 +436,11 @@ def line(result: Result, repeats: int = 1) -> str:
 _FIGURES = {"images_per_s": "{:,.1f} images/s", "loss_last": "loss {:.4f}"}
 _FIGURES |= {"test_loss": "test loss {:.4f}", "accuracy_pct": "test accuracy {:.1f}%"}
 _FIGURES |= {"skipped_steps": "{} steps skipped"}
-_COLUMNS = ("method", "batch size", "step, ms", "images/s", "memory, MB", "loss last")
+_COLUMNS = ("variant", "batch size", "step, ms", "images/s", "memory, MB", "loss last")
 _COLUMNS += ("accuracy, %", "skipped", "scale", "outcome")
 
 
 def table(rows: Sequence[Row], columns: Sequence[str] = _COLUMNS) -> str:
-    """The `rows` of a command, with explanations of their methods."""
-    meanings = {f"{row['method']}: {VARIANTS[row['conditions']['arm']]}": None for row in rows}
+    """The `rows` of a command, with explanations of their variants."""
+    meanings = {f"{r['variant']}: {VARIANTS[r['conditions']['precision']]}": None for r in rows}
     return "\n".join(["", make_table.table(rows, columns), "", *meanings])

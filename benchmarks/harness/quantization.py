@@ -1,9 +1,8 @@
 """The error of 8-bit states in AdamW's update, ours and bitsandbytes', against a float64 step.
 
 Every route starts from FP32 moments of 100 steps, quantizes them, and takes 1 or 100 more steps.
-Of the last update, `error` is the RMS of its error over that of the update, and `largest` is its
-largest element over float64's. bitsandbytes' quantization is applied around a float64 step, in
-blocks of 256 as in its AdamW8bit on a CPU, and of 128 as in ours.
+`error` is the RMS error of the last update over the RMS of the update, `largest` its largest
+element over float64's. bitsandbytes' quantization is applied around a float64 step.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ def moments_after(start: Tensor, gradients: Tensor, kept: Any = Tensor.double) -
 
 
 def update(moments: Tensor, step: int) -> Tensor:
-    """What AdamW takes off the weights at a rate of 1."""
+    """AdamW's change of the weights at a rate of 1, less the sign."""
     m, v = moments / (1 - _BETAS**step)
     return m / (v.sqrt() + _HYPER["eps"])
 
 
 def theirs(moments: Tensor, block: int) -> Tensor:
-    """Through bitsandbytes' codes."""
+    """The moments, quantized by bitsandbytes and read back."""
     from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, quantize_blockwise
 
     maps = map(create_dynamic_map, (True, False))  # signed or not
-    codes = map(partial(quantize_blockwise, blocksize=block), moments.float(), maps)
-    return torch.stack([dequantize_blockwise(*code).double() for code in codes])
+    quantized = map(partial(quantize_blockwise, blocksize=block), moments.float(), maps)
+    return torch.stack([dequantize_blockwise(*values).double() for values in quantized])
 
 
 def ours(start: Tensor, gradients: Tensor, **options: Any) -> Tensor:
@@ -68,7 +67,7 @@ def ours(start: Tensor, gradients: Tensor, **options: Any) -> Tensor:
     return -weight.detach().double()
 
 
-def measure_codes(cases: Mapping[str, Tensor]) -> None:
+def measure_quantization(cases: Mapping[str, Tensor]) -> None:
     """Writes results/quantization_error.csv, of gradients [200, n] by name."""
     rows: list[dict[str, Any]] = []
     for (name, gradients), steps in product(cases.items(), _STEPS):
