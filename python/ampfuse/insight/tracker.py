@@ -43,7 +43,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 _INTERNAL = (
     _TORCH,
     contextlib.__file__,
-    *(os.path.join(_OURS, part) for part in ("amp", "compat", "insight", "nn", "optim")),
+    *(os.path.join(_OURS, part) for part in ("amp", "compat", "insight", "nn", "optim", "torch_utils")),
 )
 _FUNCTIONAL = (os.path.join(_TORCH, "nn", "functional.py"), os.path.join(_TORCH, "functional.py"))
 _PUBLIC_NAMES = {
