@@ -40,11 +40,8 @@ from ampfuse.torch_utils import HALF_DTYPES
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
 # Code that is not the user's, and the files of functions that are written in Python.
-_INTERNAL = (
-    _TORCH,
-    contextlib.__file__,
-    *(os.path.join(_OURS, part) for part in ("amp", "compat", "insight", "nn", "optim", "torch_utils")),
-)
+_PARTS = ("amp", "compat", "insight", "nn", "optim", "torch_utils")
+_INTERNAL = (_TORCH, contextlib.__file__, *(os.path.join(_OURS, part) for part in _PARTS))
 _FUNCTIONAL = (os.path.join(_TORCH, "nn", "functional.py"), os.path.join(_TORCH, "functional.py"))
 _PUBLIC_NAMES = {
     **{"to_copy": "to", "copy": "to", "addmm": "linear", "mm": "matmul", "bmm": "matmul"},
