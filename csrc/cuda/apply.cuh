@@ -297,7 +297,7 @@ __device__ inline void share_largest(const Slice& slice, int count,
 template <class Op, unsigned kWrites, bool kWhole, int kWidth, class Slice>
 __device__ inline void store_packs(const Slice& slice, int i, int count,
                                    const Vector<float, kWidth> (&x)[kLists]) {
-  uint32_t largest[kMaxStates] = {};
+  uint32_t largest[kMaxStates];
   share_largest<Op, kWrites>(slice, count, x, largest);
   Pack<kWidth> weight, remainder;
   const bool split =
