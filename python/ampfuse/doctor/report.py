@@ -99,6 +99,13 @@ class Report:
         return self.gain_of(self.full_ms("matrix") + self.full_ms("memory", "norm") / 2)
 
     @property
+    def bound(self) -> str:
+        """``half_limit`` as a sentence."""
+        share = f"{self.full_ms('matrix') / self.step_ms:.0%} of a step"
+        limit = f"At most {self.half_limit:.2f}x from half precision"
+        return f"{limit}, if the FP32 matrix work ({share}) took no time."
+
+    @property
     def half_type(self) -> str:
         """The half type that the device computes in: "BF16", "FP16" or ""."""
         if self.is_on_gpu:
@@ -136,12 +143,7 @@ class Report:
         for op in self.operations[:5]:
             call = f"{op.calls:g} x {op.event.name} {op.shapes}"
             lines.append(f"  {op.ms:9.2f} ms  {call}".rstrip())
-        matrix = f"{self.full_ms('matrix') / self.step_ms:.0%} of a step"
-        lines.append(
-            f"\nAt most {self.half_limit:.2f}x from half precision, if the FP32 matrix work "
-            f"({matrix}) took no time."
-        )
-        lines += [f"\n{self.attention}"] if self.attention else []
+        lines += [f"\n{text}" for text in (self.bound, self.attention) if text]
         do = "synchronize" if self.is_on_gpu else "would synchronize with a GPU"
         lines += [f"\nLines that {do}, in a step:"] if self.syncs else []
         lines += [f"  {line}" for line in self.syncs[:10]]
