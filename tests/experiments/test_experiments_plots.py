@@ -208,7 +208,12 @@ def test_one_batch_size_makes_bars(gpus, folder):
     assert text.get_text().strip() == "O3 diverged"
     assert axes.get_xlim()[0] < text.get_position()[0] < axes.get_xlim()[1]
     assert "batch size 128" in figure.get_suptitle()
-    assert len(legend_of(figure)) == len(gpus)
+    if gpus[1:]:
+        assert legend_of(figure) == [*gpus]
+        assert [patch.get_facecolor() for patch in figure.legends[0].get_patches()] == colors
+    else:
+        assert not figure.legends
+        assert figure.get_supxlabel() == CPU
     assert overlaps(figure) == []
 
 

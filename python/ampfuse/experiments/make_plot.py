@@ -158,11 +158,15 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)  # room for the marker and cap at the top
     title = f"{_title_of(rows)}: {what}" + f", batch size {batches[0]}" * are_bars
     figure.suptitle(textwrap.fill(title + ", mean ± standard deviation" * std, 90), fontsize=10)
+    gpus = _distinct(row["gpu"] for row in rows)
+    if are_bars and len(gpus) == 1:  # each bar has a colour of its own
+        figure.supxlabel(textwrap.fill(gpus[0], 80), fontsize=8)
+        return figure
     by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     labels = [textwrap.fill(label, 28) for label in by_label]
     look = {"loc": "outside right center", "frameon": False, "handlelength": 3.6, "fontsize": 7}
-    if len(gpus := {row["gpu"] for row in rows}) == 1 and not are_bars:
-        look |= {"title": textwrap.fill(*gpus, 28), "title_fontsize": 7}
+    if len(gpus) == 1:  # it is the title of the legend
+        look |= {"title": textwrap.fill(gpus[0], 28), "title_fontsize": 7}
     figure.legend(by_label.values(), labels, **look)
     return figure
 
