@@ -106,13 +106,9 @@ def build(python: str, arch: str, torches: list[str], out: Path, core: Path | No
             tag = f"--platform-tag=linux_{arch}"
             subprocess.run([*run, "wheel", "tags", "--remove", tag, str(wheel)], check=True)
             (wheel,) = Path(built).glob("*.whl")
-        # (For another processor auditwheel takes no name: it finds the oldest platform itself.)
-        command = [
-            *run,
-            "auditwheel",
-            "repair",
-            f"--plat={f'{PLATFORM}_{arch}' if native else 'auto'}",
-        ]
+        # For another processor auditwheel takes no name: it finds the oldest platform itself.
+        plat = f"{PLATFORM}_{arch}" if native else "auto"
+        command = [*run, "auditwheel", "repair", f"--plat={plat}"]
         command += [f"--exclude={library}" for library in TORCH_LIBRARIES]
         repaired = Path(built) / "repaired"
         subprocess.run([*command, "-w", str(repaired), str(wheel)], check=True)

@@ -431,7 +431,6 @@ __device__ inline void with_known_types(const Slice& slice, const Run& run) {
 // (`unsigned_states`) need more.
 HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, Encoded encoded) {
   const int lists = count_lists(used);
-  if (encoded == Encoded::kAll && lists > 6) return 1;
   if (encoded != Encoded::kNone) {  // (With one state, three blocks spill on sm_80.)
     const bool adam = count_lists(used & kStates) > 1 && (used & kRareLists) == 0;
     return lists > 6 ? 1 : adam ? 3 : 2;
