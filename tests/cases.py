@@ -7,11 +7,11 @@ import itertools
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import reference
 from ampfuse import hardware, optim
 from ampfuse._schema import STORAGES
+from ampfuse.measuring import tensor_memory
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -118,11 +118,9 @@ def make(name, params, **more):
 
 def most_allocated(call):
     """The most bytes of tensors at one time that `call` makes, and what it returns."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with tensor_memory(torch.device("cpu")) as peak:
         result = call()
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max([0, *itertools.accumulate(sizes)]), result
+    return int(peak.mib * 2**20), result
 
 
 def history_of_norms(log_mean, log_variance=0.0):

@@ -139,8 +139,16 @@ class Variant:
         events = _within(profiled.profiler.kineto_results.experimental_event_tree())
         allocations = [event for event in events if event.tag == _EventType.Allocation]
         allocated = peak = 0
+        addresses: set[int] = set()
         for event in sorted(allocations, key=lambda event: event.start_time_ns):
-            allocated += event.extra_fields.alloc_size
+            block = event.extra_fields
+            if block.alloc_size > 0:
+                addresses.add(block.ptr)
+            elif block.ptr in addresses:
+                addresses.remove(block.ptr)
+            else:  # an older block, which the profiler took for one of an earlier call
+                continue
+            allocated += block.alloc_size
             peak = max(peak, allocated)
         return peak / 2**20
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 
 
 def wait_for(device: torch.device) -> None:
@@ -126,12 +127,33 @@ def tensor_memory(device: torch.device) -> Iterator[TensorPeak]:
 
 
 def _peak_bytes(profiler: torch.profiler.profile) -> int:
-    """The highest sum of allocations minus releases, each counted when its operation ends."""
+    """The most bytes at one time of what was allocated while `profiler` ran.
+
+    torch also reports the release of an older block if an earlier profiler saw a block at that
+    address. Such a release does not count.
+    """
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.experimental_event_tree()
+    blocks = [event for event in _with_children(events) if event.tag == _EventType.Allocation]
     allocated = peak = 0
-    for event in sorted(profiler.events(), key=lambda event: event.time_range.end):
-        allocated += event.self_cpu_memory_usage
+    addresses = set()
+    for event in sorted(blocks, key=lambda event: event.start_time_ns):
+        block = event.extra_fields
+        if block.alloc_size > 0:
+            addresses.add(block.ptr)
+        elif block.ptr in addresses:
+            addresses.remove(block.ptr)
+        else:
+            continue
+        allocated += block.alloc_size
         peak = max(peak, allocated)
     return peak
+
+
+def _with_children(events: list[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _with_children(event.children)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from ampfuse.experiments.settings import VARIANTS, Settings
 from ampfuse.experiments.training import Diverged, Place, Record, Run, load_checkpoint
 from ampfuse.experiments.variants import build_variant
 from ampfuse.graphs import EAGER_CALLS
-from ampfuse.measuring import ProcessMemory
+from ampfuse.measuring import ProcessMemory, tensor_memory
 
 CPU = torch.device("cpu")
 CPU_VARIANTS = [variant for variant in VARIANTS if variant != "tf32"]
@@ -295,6 +295,23 @@ def test_memory_of_a_run_is_its_own():
     memory.start()
     assert with_block - before > 250 << 20
     assert memory.peak() - before < 50 << 20
+
+
+def test_blocks_from_before_do_not_lower_the_peak():
+    """Not even at an address where an earlier measurement saw a block."""
+    for _ in range(100):
+        with tensor_memory(CPU):
+            block = torch.empty(1 << 16)
+        address = block.data_ptr()
+        del block
+        block = torch.empty(1 << 16)
+        if block.data_ptr() == address:
+            break
+    assert block.data_ptr() == address
+    with tensor_memory(CPU) as peak:
+        del block
+        torch.empty(1 << 15)
+    assert peak.mib == 4 * (1 << 15) / 2**20
 
 
 @pytest.mark.gpu

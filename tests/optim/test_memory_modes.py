@@ -7,6 +7,7 @@ test_same_bits.py, test_launches.py, test_meter.py, test_graphs.py.
 """
 
 import copy
+import gc
 import itertools
 import pickle
 import warnings
@@ -604,6 +605,7 @@ HELD = [
 def test_bytes_a_parameter_held(options, held):
     """The bytes include weight and gradient, and are counted by torch's allocator."""
     count = 1 << 16
+    gc.collect()  # or it could release what an earlier profile saw
     with torch.profiler.profile(profile_memory=True) as profile:
         param = nn.Parameter(torch.ones(count, dtype=bf16))
         param.grad = torch.ones_like(param)
