@@ -10,37 +10,56 @@
 
 namespace ampfuse {
 
-// e^a within two units of FP32, for a that is not far above zero (at most 88); zero below -87.3,
-// where FP32 has no normal numbers left; NaN of NaN.
+// Adding it rounds to an integer, for magnitudes below 2^22, and leaves that in the low bits.
+constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
+
+// e^a = 2^n power, for magnitudes of a up to 2^17; NaN of NaN. power is within two units of FP32,
+// and n an integer.
 //
 // a = n log(2) + r with |r| <= log(2) / 2, and e^r = 1 + r + r^2 q(r) with a minimax polynomial of
-// degree 4. (Cody & Waite 1980; the addition that rounds to an integer leaves it in the low bits.)
+// degree 4. (Cody & Waite 1980.)
 template <class F>
-HD F exponential(F a) {
-  constexpr float kLeast = -87.33654f, kRound = 12582912.0f;  // 1.5 * 2^23
+struct Exponential {
+  F shifted, n, power;  // shifted: n + kRoundToInteger
+
+  HD explicit Exponential(const F& a)
+      : shifted(fma(a, F(1.44269504f), F(kRoundToInteger))), n(shifted - F(kRoundToInteger)) {
+    const F r = fma(n, F(2.12194440e-4f), fma(n, F(-0.693359375f), a));
+    F q = fma(F(1.38145984e-3f), r, F(8.36871690e-3f));
+    q = fma(q, r, F(4.16683881e-2f));
+    q = fma(q, r, F(1.66665206e-1f));
+    q = fma(q, r, F(4.99999934e-1f));
+    power = fma(fma(q, r, F(1.0f)), r, F(1.0f));
+  }
+};
+
+// 2^n of an integer n from -2^22 to 127; zero below -126, where FP32 has no normal numbers left.
+template <class F>
+HD F power_of_two(const F& n) {
+  using Bits = decltype(bits_of(n));
+  const Bits exponent = bits_of(n + F(kRoundToInteger + 127.0f)) - bits_of(F(kRoundToInteger));
+  return from_bits(n, shift_left<23>(max_signed(exponent, Bits(0u))));
+}
+
+// e^a within two units of FP32, for a that is not far above zero (at most 88); zero below -87.3,
+// where FP32 has no normal numbers left; NaN of NaN.
+template <class F>
+HD F exponential(const F& a) {
+  constexpr float kLeast = -87.33654f;
   const F bounded = max_nan(F(kLeast), a);
-  const F shifted = fma(bounded, F(1.44269504f), F(kRound));
-  const F n = shifted - F(kRound);
-  const F r = fma(n, F(2.12194440e-4f), fma(n, F(-0.693359375f), bounded));
-  F q = fma(F(1.38145984e-3f), r, F(8.36871690e-3f));
-  q = fma(q, r, F(4.16683881e-2f));
-  q = fma(q, r, F(1.66665206e-1f));
-  q = fma(q, r, F(4.99999934e-1f));
-  const F power = fma(fma(q, r, F(1.0f)), r, F(1.0f));
+  const Exponential<F> e(bounded);
   using Bits = decltype(bits_of(a));
-  const F scale = from_bits(a, shift_left<23>(bits_of(shifted) + Bits(127u)));
-  return select_equal(bounded, F(kLeast), F(0.0f), power * scale);
+  const F scale = from_bits(a, shift_left<23>(bits_of(e.shifted) + Bits(127u)));
+  return select_equal(bounded, F(kLeast), F(0.0f), e.power * scale);
 }
 
 // 2^w within two units of FP32, for w from -254 to 0; some smaller number where FP32 has no normal
 // numbers left. It is cheaper than exponential(), for factors of something that is small there
-// anyway. w = n + f with |f| <= 1 / 2, and n is added to the exponent. (The addition that rounds to
-// an integer leaves it in the low bits.)
+// anyway. w = n + f with |f| <= 1 / 2, and n is added to the exponent.
 template <class F>
 HD F two_to(const F& w) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
-  const F shifted = w + F(kRound);
-  const F f = w - (shifted - F(kRound));
+  const F shifted = w + F(kRoundToInteger);
+  const F f = w - (shifted - F(kRoundToInteger));
   F power = fma(F(1.32647e-3f), f, F(9.67151e-3f));
   power = fma(power, f, F(5.550734e-2f));
   power = fma(power, f, F(2.4022242e-1f));

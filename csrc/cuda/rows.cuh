@@ -8,6 +8,7 @@
 #include "core/nn_ops/nn_op.h"
 #include "launch.cuh"
 #include "pack.cuh"
+#include "vector.cuh"
 
 namespace ampfuse {
 
@@ -58,45 +59,48 @@ __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int gro
   const bool exists = row < args.image.rows;
   const float* weights = args.vectors[Op::kWeight];
 
-  float value[kPack][Op::kValues];
-#pragma unroll
-  for (int k = 0; k < kPack; ++k) Op::start(value[k]);
+  using F = Vector<float, kPack>;
+  F value[Op::kValues];
+  Op::start(value);
   for (int64_t span = group; exists && span < spans; span += groups) {
     const int64_t begin = span * kSpanColumns + thread * kPack;
     const int64_t end = begin + kSpanColumns < columns ? begin + kSpanColumns : columns;
 #pragma unroll 4
     for (int64_t c = begin; c < end; c += kRowWidth) {
       const int count = count_columns<kAligned>(columns, c);
-      float x[kPack];
-      load_columns<kType, kAligned>(args, Op::kInput, row, c, count, x);
+      F x, weight(1.0f);
+      load_columns<kType, kAligned>(args, Op::kInput, row, c, count, x.lane);
 #pragma unroll
       for (int k = 0; k < kPack; ++k) {
-        if (k >= count) continue;
-        const float weight = kPlain || weights == nullptr ? 1.0f : weights[c + k];
-        Op::template add<kPlain>(value[k], x[k], weight, 1u);
+        if (k >= count) x.lane[k] = Op::kAbsent;
+        if (!kPlain && weights != nullptr && k < count) weight.lane[k] = weights[c + k];
       }
+      Op::template add<kPlain>(value, x, weight, (1u << count) - 1);
     }
   }
 
   for (int offset = kGroupThreads / 2; offset > 0; offset /= 2) {
+    F other[Op::kValues];
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) {
-      float other[Op::kValues];
-#pragma unroll
-      for (int i = 0; i < Op::kValues; ++i)
-        other[i] = __shfl_down_sync(kWholeWarp, value[k][i], offset);
-      if (thread < offset) Op::merge(value[k], other);
-    }
+    for (int i = 0; i < Op::kValues; ++i)
+      other[i] =
+          F::of([&](int k) { return __shfl_down_sync(kWholeWarp, value[i].lane[k], offset); });
+    if (thread < offset) Op::merge(value, other);
   }
   __shared__ float of_groups[kRowGroups][Op::kValues];
   if (thread == 0) {
+    float lanes[kPack][Op::kValues];
+#pragma unroll
+    for (int i = 0; i < Op::kValues; ++i)
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) lanes[k][i] = value[i].lane[k];
 #pragma unroll
     for (int offset = kPack / 2; offset > 0; offset /= 2) {
 #pragma unroll
-      for (int k = 0; k < offset; ++k) Op::merge(value[k], value[k + offset]);
+      for (int k = 0; k < offset; ++k) Op::merge(lanes[k], lanes[k + offset]);
     }
 #pragma unroll
-    for (int i = 0; i < Op::kValues; ++i) of_groups[block_group][i] = value[0][i];
+    for (int i = 0; i < Op::kValues; ++i) of_groups[block_group][i] = lanes[0][i];
   }
   __syncthreads();
   if (thread != 0 || group != 0 || !exists) return;
@@ -143,14 +147,29 @@ __global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid gr
     const int64_t c = (first + (i << grid.log) + (threadIdx.x & ((1 << grid.log) - 1))) * kPack;
     if (c >= columns) continue;
     const int count = count_columns<kAligned>(columns, c);
-    const int hit = uint64_t(target - c) < kPack ? int(target - c) : kPack;
-    float x[kPack];
-    load_columns<kType, kAligned>(args, Op::kInput, row, c, count, x);
+    float x[kPack] = {};
+    if (counts) {
+      load_columns<kType, kAligned>(args, Op::kInput, row, c, count, x);
+      const auto map = [&](int k, float logit, uint32_t hit) {
+        const float weight = kPlain || weights == nullptr || k >= count ? 1.0f : weights[c + k];
+        return Op::template apply<kPlain>(logit, coef, weight, hit);
+      };
+      // As if no column were the target, whose own value replaces that of its pack then.
+      const int hit = uint64_t(target - c) < kPack ? int(target - c) : kPack;
+      float of_target = 0.0f;
+      if (hit < kPack) {
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) {
-      const float weight = kPlain || weights == nullptr || k >= count ? 1.0f : weights[c + k];
-      const float y = Op::template apply<kPlain>(x[k], coef, weight, uint32_t(k == hit));
-      x[k] = counts ? y : 0.0f;
+        for (int k = 0; k < kPack; ++k)
+          if (k == hit) of_target = x[k];
+        of_target = map(hit, of_target, 1u);
+      }
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) x[k] = map(k, x[k], 0u);
+      if (hit < kPack) {
+#pragma unroll
+        for (int k = 0; k < kPack; ++k)
+          if (k == hit) x[k] = of_target;
+      }
     }
     store_pack<kAligned>(RowPacks<kType>(args.images[Op::kOutput], row * columns + c, false), 0,
                          count, narrow<kType>(x));

@@ -113,6 +113,20 @@ def test_extremes(dtype):
     assert logits.grad[9].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("first", "last"), [(-900, 900), (900, -900), (5000, 5100), (-20100, -20000), (-60000, 60000)]
+)
+def test_logits_that_rise_or_fall_along_a_row(first, last, dtype, hardware):
+    """The exponent of the sums is raised on the way."""
+    steps = torch.linspace(first, last, SPAN + 70, device=hardware)
+    logits = torch.stack([steps, steps.view(2, -1).flip(0).flatten(), steps.sort().values])
+    masked = logits.where(torch.arange(SPAN + 70, device=hardware) % 300 > 140, -torch.inf)
+    target = torch.tensor([SPAN, 7 + 140, 299], device=hardware)
+    for each in (logits, masked):
+        check(each.to(dtype).requires_grad_(), target)
+
+
 def test_nothing_counts():
     logits, target = logits_of(3, 5, torch.bfloat16), torch.full((3,), -100)
     loss = cross_entropy(logits, target)

@@ -6,8 +6,8 @@
 //
 // with weights w of the classes, W their sum. As torch's cross_entropy, which makes an FP32 copy of
 // half logits and keeps log_softmax; here a pass reads the logits once (2 bytes an element), and
-// one reads them and writes the gradient (4), which may be over them. The maximum is found on the
-// way (Milakov & Gimelshein 2018).
+// one reads them and writes the gradient (4), which may be over them. The sum is scaled by a power
+// of two, which is raised on the way: it changes no bits, so it need not be exactly the maximum's.
 #pragma once
 
 #include "core/exponent.h"
@@ -15,14 +15,11 @@
 
 namespace ampfuse {
 
-constexpr float kLowest = -3.4028235e38f;
-
 // The arguments of both passes. Losses, lse and gradients belong to rows, weights to columns.
 struct CrossEntropy : NnPass {
   enum Image { kLogits, kGradient };
-  // The two parts of lse, stored separately: in their sum, large logits would lose digits of their
-  // difference.
-  // Weights may be absent, and so may their sum (one value).
+  // The rounded lse and what it lacks: to an FP32 lse alone, large logits would lose digits of
+  // their difference. Weights may be absent, and so may their sum (one value).
   enum Vector { kLse, kLoss, kRowGradient, kWeight, kWeightSum };
   enum Number { kSmoothing };
   static constexpr unsigned kPerRowVectors = bit(kLse) | bit(kLoss) | bit(kRowGradient);
@@ -53,51 +50,67 @@ struct CrossEntropyLoss : CrossEntropy {
   static constexpr PassKind kKind = PassKind::kRowSum;
   static constexpr unsigned kReads = bit(kLogits), kWrites = 0;
   static constexpr int kInput = kLogits;
-  // Largest value, sum of exponentials below it, weighted sum of values.
-  enum Value { kMax, kSum, kSmooth };
+  // The sum of exponentials is kSum * 2^kExponent.
+  enum Value { kExponent, kSum, kSmooth };
   static constexpr int kValues = 3;
+  // Logits below the first count as that; to the second, kExponent and a sum are far from their
+  // limits.
+  static constexpr float kLeast = -131072.0f, kLeastExponent = -189098.0f, kMostAbove = 60.0f;
 
   template <class F>
   HD static void start(F (&value)[kValues]) {
-    value[kMax] = F(kLowest);
+    value[kExponent] = F(kLeastExponent);
     value[kSum] = value[kSmooth] = F(0.0f);
   }
 
-  // The sum with the lesser maximum is scaled to the other's: one exponential.
   template <class F>
-  HD static void include(F (&value)[kValues], const F& max, const F& sum) {
-    const F d = max - value[kMax];
-    using Bits = decltype(bits_of(d));
-    const Bits zero = bits_of(F(0.0f)), one = bits_of(F(1.0f));
-    const F e = exponential(from_bits(d, bits_of(d) | Bits(0x80000000u)));
-    const F old = from_bits(d, select_less(zero, bits_of(d), bits_of(e), one));
-    const F added = from_bits(d, select_less(zero, bits_of(d), one, bits_of(e)));
-    value[kMax] = from_bits(d, select_less(zero, bits_of(d), bits_of(max), bits_of(value[kMax])));
-    value[kSum] = fma(value[kSum], old, sum * added);
+  HD static void raise(F (&value)[kValues], const F& exponent) {
+    const F raised = max_nan(value[kExponent], exponent);
+    value[kSum] = value[kSum] * power_of_two(value[kExponent] - raised);
+    value[kExponent] = raised;
   }
 
   // x of a column; -inf past the last one, where `bits` are not set.
   template <bool kPlain, class F>
   HD static void add(F (&value)[kValues], const F& x, const F& weight, uint32_t bits) {
-    include(value, x, F(1.0f));
+    const Exponential<F> e(max_nan(F(kLeast), x));
+    if (above_zero(e.n - value[kExponent] - F(kMostAbove))) raise(value, e.n);
+    value[kSum] = fma(e.power, power_of_two(e.n - value[kExponent]), value[kSum]);
     if constexpr (!kPlain) value[kSmooth] = fma(weight, keep(bits, x), value[kSmooth]);
   }
   static constexpr float kAbsent = -__builtin_inff();
 
   template <class F>
   HD static void merge(F (&value)[kValues], const F (&other)[kValues]) {
-    include(value, other[kMax], other[kSum]);
+    raise(value, other[kExponent]);
+    value[kSum] = fma(other[kSum], power_of_two(other[kExponent] - value[kExponent]), value[kSum]);
     value[kSmooth] = value[kSmooth] + other[kSmooth];
   }
 
   HD static void finish(const NnArgs& args, int64_t row, const float (&value)[kValues]) {
-    const double log_sum = logarithm(double(value[kSum])), lse = double(value[kMax]) + log_sum;
-    args.vectors[kLse][2 * row] = value[kMax];
-    args.vectors[kLse][2 * row + 1] = float(log_sum);
+    const double exponent = value[kExponent], sum = value[kSum];
+    const bool is_inside = exponent > -180000.0 && exponent < 180000.0 && sum < 1e38;
+    const double lse =
+        is_inside ? exponent * 0.6931471805599453 + logarithm(sum) : lse_of_any(args, row);
+    args.vectors[kLse][2 * row] = float(lse);
+    args.vectors[kLse][2 * row + 1] = float(lse - double(float(lse)));
     args.vectors[kLoss][row] = float(loss_of(args, row, lse, double(value[kSmooth])));
   }
 
  private:
+  // Of a row with NaN, or whose largest logit is beyond +-2^17, which no training has: one by one.
+  HD static double lse_of_any(const NnArgs& args, int64_t row) {
+    const int64_t columns = args.image.channels;
+    const auto logit = [&](int64_t c) HD_LAMBDA {
+      return load_float(args.images[kLogits], args.image.dtype, row * columns + c);
+    };
+    float largest = logit(0);
+    for (int64_t c = 1; c < columns; ++c) largest = max_nan(largest, logit(c));
+    double sum = 0.0;
+    for (int64_t c = 0; c < columns; ++c) sum += double(exponential(logit(c) - largest));
+    return double(largest) + logarithm(sum);
+  }
+
   // NaN if there is no such class: a device cannot raise an error.
   HD static double loss_of(const NnArgs& args, int64_t row, double lse, double smooth) {
     const int64_t target = args.targets[row], columns = args.image.channels;

@@ -354,7 +354,8 @@ def cross_entropy(
         ValueError: an unknown reduction, a smoothing out of its range.
         IndexError: on the CPU, a target that is not a class. On a GPU its loss is NaN.
 
-    Source: ``F.cross_entropy``; Milakov & Gimelshein 2018 for the maximum found on the way.
+    Source: ``F.cross_entropy``. The logits are read once, as by Milakov & Gimelshein (2018), whose
+    running maximum is an exponent of 2 here.
     """
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)  # type: ignore[assignment]
