@@ -217,12 +217,13 @@ HD B hash(B x) {
   return x ^ shift_right<16>(x);
 }
 
-// The keys of a row in its step `count`, and of the list in it that element `index` belongs to.
+// The keys of a row in its step `count`, and of a list in it at elements whose index has these
+// upper 32 bits.
 HD uint32_t row_key(uint32_t seed, int64_t row, float count) {
   return hash(hash(hash(seed) + uint32_t(row)) + uint32_t(count));
 }
-HD uint32_t list_key(uint32_t row_key, int list, int64_t index) {
-  return hash(row_key + uint32_t(list) * 0x9e3779b9u + uint32_t(index >> 32) * 0x85ebca6bu);
+HD uint32_t list_key(uint32_t row_key, int list, uint32_t index_high) {
+  return hash(row_key + uint32_t(list) * 0x9e3779b9u + index_high * 0x85ebca6bu);
 }
 
 // One of the two BF16 values around x, the nearer the likelier; the mean is x.

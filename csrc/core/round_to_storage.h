@@ -6,6 +6,8 @@
 
 namespace ampfuse {
 
+constexpr uint32_t kMostLanes = 16;
+
 // `first`: the first element of x, counted from the start of the whole parameter; `lane`: the
 // distance of each element from it.
 template <unsigned kStored, class F, class Types>
@@ -20,8 +22,14 @@ HD void round_to_storage(F (&x)[kLists], const Types& types, uint32_t row_key, i
   for (int list = kParam; list < kState0 + kMaxStates; list += 2) {
     const bool first_is = is_random(list), second_is = is_random(list + 1);
     if (!first_is && !second_is) continue;
-    const BitsOf<F> key(list_key(row_key, list, first));
-    const BitsOf<F> random = hash((BitsOf<F>(uint32_t(first)) + lane) ^ key);
+    const uint32_t high = uint32_t(first >> 32);
+    const BitsOf<F> index = BitsOf<F>(uint32_t(first)) + lane;
+    BitsOf<F> key(list_key(row_key, list, high));
+    // A shard may begin anywhere: some elements are past a multiple of 2^32, and wrapped.
+    if (uint32_t(first) > 0u - kMostLanes) {
+      key = select_less(index, BitsOf<F>(0u), key, BitsOf<F>(list_key(row_key, list, high + 1)));
+    }
+    const BitsOf<F> random = hash(index ^ key);
     if (first_is) x[list] = stochastic_round(x[list], random);
     if (second_is) x[list + 1] = stochastic_round(x[list + 1], shift_right<16>(random));
   }

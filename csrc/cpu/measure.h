@@ -10,10 +10,10 @@
 namespace ampfuse {
 namespace {
 
-// The chunk's part of each measured norm, in the order of the lists: the virtual lanes of one tile
-// (see reduce.h), those that the chunk has elements for, and the largest magnitude.
 constexpr DType kSums = DType::kFloat32;
 
+// The chunk's part of each measured norm, in the order of the lists: the virtual lanes of one tile
+// (see reduce.h), those that the chunk has elements for, and the largest magnitude.
 template <class Op>
 struct Sums {
   static constexpr int kCount = count_lists(Op::kMeasured);

@@ -59,14 +59,14 @@ HD void store_floats(const F& x, float* values) {
 
 // The bits of a group from channel c on.
 template <bool kWhole>
-HD uint32_t load_bits(const uint8_t* mask, int64_t c, int count) {
+HD uint32_t load_mask(const uint8_t* mask, int64_t c, int count) {
   uint16_t bits = 0;
   std::memcpy(&bits, mask + c / 8, kWhole || count > 8 ? 2 : 1);
   return bits;
 }
 
 template <bool kWhole>
-HD void store_bits(uint32_t bits, uint8_t* mask, int64_t c, int count) {
+HD void store_mask(uint32_t bits, uint8_t* mask, int64_t c, int count) {
   const uint16_t stored = uint16_t(bits);
   std::memcpy(mask + c / 8, &stored, kWhole || count > 8 ? 2 : 1);
 }
@@ -74,7 +74,7 @@ HD void store_bits(uint32_t bits, uint8_t* mask, int64_t c, int count) {
 template <class Op, bool kWhole>
 HD uint32_t mask_bits(const NnArgs& args, int64_t row, int64_t c, int count) {
   if (!(Op::kReads & kMask) || args.mask == nullptr) return 0xffffu;
-  return load_bits<kWhole>(args.mask + row * args.image.mask_bytes(), c, count);
+  return load_mask<kWhole>(args.mask + row * args.image.mask_bytes(), c, count);
 }
 
 HD char* row_of(const NnArgs& args, int image, int64_t row) {
@@ -186,7 +186,7 @@ void NnKernel<Isa, Op>::map(NnArgs args, const float* coefs, int64_t begin, int6
                    store_images<kWritten, Lanes, whole>(args, row, c, first, count, x);
                  });
                  if constexpr (kWritten & kMask)
-                   store_bits<whole>(written, args.mask + row * args.image.mask_bytes(), c, count);
+                   store_mask<whole>(written, args.mask + row * args.image.mask_bytes(), c, count);
                });
   });
 }

@@ -46,7 +46,7 @@ class DeviceTable : public TableCache {
   void wait_for_last_use(cudaStream_t stream);
 
   DeviceColumns eager_;
-  bool is_stale_ = false;  // an upload failed: nobody knows what `eager_` has
+  bool is_stale_ = false;  // an upload failed: the contents of `eager_` are unknown
   unsigned pending_lists_ = 0;
   bool pending_scaled_ = false, pending_hyper_ = false;
 

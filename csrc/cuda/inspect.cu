@@ -14,20 +14,20 @@ struct InspectResult {
 };
 
 // Partials whose loads are in flight together in a thread of the one block that sweeps them.
-constexpr int kAtOnce = 16;
+constexpr int kInFlight = 16;
 
 // The sum over all chunks, in every thread; the order of sum_partials<kLanes>.
 __device__ inline double sweep_sums(const TableView& view) {
   double sum = 0;
-  for (int64_t start = threadIdx.x; start < view.chunk_count; start += kAtOnce * kLanes) {
-    double part[kAtOnce];
+  for (int64_t start = threadIdx.x; start < view.chunk_count; start += kInFlight * kLanes) {
+    double part[kInFlight];
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
+    for (int k = 0; k < kInFlight; ++k) {
       const int64_t i = start + k * kLanes;
       part[k] = i < view.chunk_count ? __ldcg(&view.partials[i].sum_squares) : 0.0;
     }
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) sum += part[k];
+    for (int k = 0; k < kInFlight; ++k) sum += part[k];
   }
   return block_broadcast(block_sum(sum));
 }

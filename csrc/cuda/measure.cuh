@@ -230,13 +230,14 @@ template <class Op>
 void measure(const DevicePass& pass) {
   if (pass.view.rows == 0) return;
   // Two instances are enough: a metered step is rare, and so are encoded types that are measured.
-  constexpr unsigned kOneOf = Op::kMetered ? bit(kUnscaled) : 0;
-  with_instance<Op, (Op::kReads | Op::kWrites) & ~kOneOf>(pass, [&](auto missing, auto encoded) {
-    constexpr auto kEncoded = encoded == Encoded::kNone ? Encoded::kNone : Encoded::kAll;
-    launch(Kernel{Op::kName, measure_kernel<Op, missing, kEncoded>},
-           pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream, pass.view,
-           RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);
-  });
+  constexpr unsigned kUnscaledOnly = Op::kMetered ? bit(kUnscaled) : 0;
+  with_instance<Op, (Op::kReads | Op::kWrites) & ~kUnscaledOnly>(
+      pass, [&](auto missing, auto encoded) {
+        constexpr auto kEncoded = encoded == Encoded::kNone ? Encoded::kNone : Encoded::kAll;
+        launch(Kernel{Op::kName, measure_kernel<Op, missing, kEncoded>},
+               pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream,
+               pass.view, RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);
+      });
 }
 
 }  // namespace ampfuse

@@ -25,7 +25,8 @@ Tickets zeroed(std::shared_ptr<void> memory, int64_t count, cudaStream_t stream)
   return {static_cast<unsigned*>(memory.get()), count};
 }
 
-// They are never freed, as nobody says when a stream is gone: a kilobyte, and rarely more.
+// They are never freed, as CUDA does not tell when a stream is destroyed: a kilobyte, and rarely
+// more.
 class StreamTickets {
  public:
   unsigned* take(const Owner& owner, int64_t count, cudaStream_t stream) {

@@ -23,14 +23,14 @@ const at::Tensor& GradientLedger::gradient(const Row& row) const {
   const at::Tensor& grad = row.gradient();
   // DistributedDataParallel rebuilds its buckets after the first pass, and replaces gradients with
   // views of them, in the weights' types. The master's gradient is still exact.
-  const bool was_rounded = row.grad_state == Grad::kShown && grad.defined() && !is_float(grad);
+  const bool was_rounded = row.grad_state == Grad::kMirrored && grad.defined() && !is_float(grad);
   return was_rounded ? row.param.mutable_grad() : grad;
 }
 
 const at::Tensor& GradientLedger::synced_gradient(Row& row) {
   const at::Tensor& grad = gradient(row);
   if (!grad.defined() && row.grad_state == Grad::kScaled) row.accumulated.reset();
-  if (!grad.defined() && row.grad_state != Grad::kStashed) row.grad_state = Grad::kTrue;
+  if (!grad.defined() && row.grad_state != Grad::kStashed) row.grad_state = Grad::kUnscaled;
   return grad;
 }
 
@@ -94,7 +94,7 @@ void GradientLedger::restore(Row& row) {
   row.copied_grad.reset();
   const bool shows = row.model.defined() && !row.whole.defined();
   if (shows) row.param.mutable_grad() = grad;
-  row.grad_state = shows && grad.defined() ? Grad::kShown : Grad::kTrue;
+  row.grad_state = shows && grad.defined() ? Grad::kMirrored : Grad::kUnscaled;
 }
 
 void GradientLedger::begin_backward() {
@@ -126,7 +126,7 @@ void GradientLedger::begin_backward() {
   for (size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
     if (stash[i].defined()) row.accumulated = std::move(stash[i]);
-    if (row.grad_state == Grad::kShown) row.param.mutable_grad().reset();
+    if (row.grad_state == Grad::kMirrored) row.param.mutable_grad().reset();
     grad_of(row).reset();
     row.copied_grad.reset();
     row.grad_state = Grad::kStashed;
@@ -178,14 +178,14 @@ bool GradientLedger::end_backward(const at::Tensor& scale, bool check, bool dela
       continue;
     }
     if (row.model.defined()) {
-      if (row.grad_state == Grad::kShown) row.param.mutable_grad().reset();
+      if (row.grad_state == Grad::kMirrored) row.param.mutable_grad().reset();
       row.grad_state = Grad::kScaled;
       row.taken_version = version_of(grad_of(row));
     } else {
       if (row.copied_grad.defined()) grad_of(row) = row.copied_grad;
       bump_version(grad_of(row));
       row.accumulated.reset();
-      row.grad_state = Grad::kTrue;
+      row.grad_state = Grad::kUnscaled;
     }
     row.copied_grad.reset();
   }
@@ -204,7 +204,7 @@ bool GradientLedger::has_new() {
   for (Row& row : table_.rows()) {
     const at::Tensor& grad = synced_gradient(row);
     if (!row.model.defined() || !grad.defined()) continue;
-    found |= row.grad_state == Grad::kTrue ||
+    found |= row.grad_state == Grad::kUnscaled ||
              (row.grad_state == Grad::kScaled && version_of(grad) != row.taken_version);
   }
   return found;
@@ -253,8 +253,8 @@ void GradientLedger::look(const at::Tensor& param) {
   Row* const row = table_.row_of(param);
   if (!row) return;
   const bool of_master = !param.is_same(row->leaf());
-  const bool waits = row->grad_state == Grad::kTrue || row->grad_state == Grad::kScaled;
-  if (row->grad_state == Grad::kShown) {
+  const bool waits = row->grad_state == Grad::kUnscaled || row->grad_state == Grad::kScaled;
+  if (row->grad_state == Grad::kMirrored) {
     grad_of(*row) = gradient(*row);
   } else if (of_master ? waits && grad_of(*row).defined() : any_scaled_ && !stepped_) {
     materialize(of_master);
@@ -279,14 +279,14 @@ void GradientLedger::assign(const at::Tensor& param, const std::optional<at::Ten
   if (has_master) row->param.mutable_grad() = shows ? grad : at::Tensor();
   if (runs) return;  // it belongs to this pass, like what autograd leaves
   row->accumulated.reset();
-  row->grad_state = shows ? Grad::kShown : Grad::kTrue;
+  row->grad_state = shows ? Grad::kMirrored : Grad::kUnscaled;
 }
 
 void GradientLedger::zero_grad(bool set_to_none) {
   const LocalGradients local(table_);
   for (Row& row : table_.rows()) {
     at::Tensor& grad = grad_of(row);
-    if (row.grad_state == Grad::kShown) row.param.mutable_grad().reset();
+    if (row.grad_state == Grad::kMirrored) row.param.mutable_grad().reset();
     if (set_to_none) {
       grad.reset();
     } else if (grad.defined()) {
@@ -295,7 +295,7 @@ void GradientLedger::zero_grad(bool set_to_none) {
     }
     row.accumulated.reset();
     row.inspected.forget();
-    row.grad_state = Grad::kTrue;
+    row.grad_state = Grad::kUnscaled;
   }
   any_scaled_ = stepped_ = false;
   go_idle();
@@ -312,11 +312,11 @@ void GradientLedger::consume(bool stepped) {
       bump_version(row.gradient());
     }
     if (row.model.defined()) {
-      if (row.grad_state == Grad::kShown) row.param.mutable_grad().reset();
+      if (row.grad_state == Grad::kMirrored) row.param.mutable_grad().reset();
       row.accumulated.reset();
-      row.grad_state = !row.gradient().defined() ? Grad::kTrue
-                       : row.carries_scale()     ? Grad::kUsedScaled
-                                                 : Grad::kUsed;
+      row.grad_state = !row.gradient().defined() ? Grad::kUnscaled
+                       : row.carries_scale()     ? Grad::kConsumedScaled
+                                                 : Grad::kConsumed;
     }
     row.copied_grad.reset();
     row.inspected.forget();

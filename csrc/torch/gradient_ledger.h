@@ -2,21 +2,22 @@
 //
 // A row's gradient is in one state (Grad, row.h), which this class alone changes:
 //
-//                begin     end      cancel  read    write  step         zero_grad
-//   kTrue        kStashed  kScaled  -       -       kTrue  kUsed        -
-//   kShown       kStashed  kScaled  -       -       kTrue  kUsed        kTrue
-//   kScaled      kStashed  kScaled  -       kShown  kTrue  kUsedScaled  kTrue
-//   kStashed     error     kScaled  kShown  -       -      error        kTrue
-//   kUsed        kStashed  kScaled  -       -       kTrue  -            kTrue
-//   kUsedScaled  kStashed  kScaled  -       -       kTrue  -            kTrue
+//                    begin     end      cancel     read       write      step             zero_grad
+//   kUnscaled        kStashed  kScaled  -          -          kUnscaled  kConsumed        -
+//   kMirrored        kStashed  kScaled  -          -          kUnscaled  kConsumed        kUnscaled
+//   kScaled          kStashed  kScaled  -          kMirrored  kUnscaled  kConsumedScaled  kUnscaled
+//   kStashed         error     kScaled  kMirrored  -          -          error            kUnscaled
+//   kConsumed        kStashed  kScaled  -          -          kUnscaled  -                kUnscaled
+//   kConsumedScaled  kStashed  kScaled  -          -          kUnscaled  -                kUnscaled
 //
-// A row without a master is kTrue outside of a pass: the end unscales its gradient in place.
+// A row without a master is kUnscaled outside of a pass: the end unscales its gradient in place.
 //   - begin adds the present gradient, unscaled, to `accumulated`, unless a step has used it.
 //   - end without a begin: a GradScaler unscales what autograd left.
-//   - read: .grad of a weight or of its master is read. A master in kTrue becomes kShown as well;
-//     after an end a DTensor, whose reads are not seen, is kTrue.
-//   - write: .grad of either is set. It is the gradient then, in true values, and kShown if it is
-//     FP32.
+//   - read: .grad of a weight or of its master is read. A master in kUnscaled becomes kMirrored as
+//   well;
+//     after an end a DTensor, whose reads are not seen, is kUnscaled.
+//   - write: .grad of either is set. It is the gradient then, unscaled, and kMirrored if it is
+//   FP32.
 // Every check, and every allocation, comes before the first change.
 #pragma once
 

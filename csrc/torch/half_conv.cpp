@@ -1,8 +1,8 @@
 // A convolution of channels-last images is a product of two matrices: the patch of x under each
 // output pixel, (batch x height x width) rows by (kernel x channels), and the weight. oneDNN's
 // convolution first reorders the weight, and later its gradient back; over few rows that takes as
-// long as the product and longer. The product is used where it was measured to be faster (cases
-// "conv-..." of benchmarks/layers.py). Both add in FP32 and round once.
+// long as the product and longer. The product is used where it was measured to be faster. Both add
+// in FP32 and round once.
 //
 // The gradient of x is such a product if patches do not overlap. Else several values would be
 // rounded before they are added, and torch computes it.

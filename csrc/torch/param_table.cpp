@@ -75,7 +75,7 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
     algorithms_.push_back(row.algorithm);
   // As a table before this one may have left it.
   if (row.model.defined() && row.param.grad().defined()) {
-    row.grad_state = Grad::kShown;
+    row.grad_state = Grad::kMirrored;
     if (!row.model.grad().defined()) row.model.mutable_grad() = row.param.grad();
   }
   for (const at::Tensor& tensor : {row.param, row.leaf()})

@@ -18,12 +18,12 @@ namespace ampfuse {
 
 // The state of a row's gradient; gradient_ledger.h has what changes it.
 enum class Grad : uint8_t {
-  kTrue,        // leaf.grad is what autograd or the user left there, without a loss scale of ours
-  kShown,       // leaf.grad and, in FP32, the master's are one tensor, in true values
-  kScaled,      // leaf.grad carries the ledger's scale; `accumulated` has what came before it
-  kStashed,     // a pass runs: leaf.grad is of that pass alone, `accumulated` what came before it
-  kUsed,        // a step has used it, in a row with a master. The next pass drops it
-  kUsedScaled,  // the same, and it carries the scale
+  kUnscaled,  // leaf.grad is what autograd or the user left there, without a loss scale of ours
+  kMirrored,  // leaf.grad and, in FP32, the master's are one tensor, unscaled
+  kScaled,    // leaf.grad carries the ledger's scale; `accumulated` has what came before it
+  kStashed,   // a pass runs: leaf.grad is of that pass alone, `accumulated` what came before it
+  kConsumed,  // a step has used it, in a row with a master. The next pass drops it
+  kConsumedScaled,  // the same, and it carries the scale
 };
 
 // Tells whether a gradient is still the tensor that we last saw, with the same contents. The weak
@@ -66,7 +66,7 @@ struct Row {
   std::array<const void*, kTrackedPointers> memory = {};
   bool has_states = false;
   bool has_grad = false;  // the current pass reads one
-  Grad grad_state = Grad::kTrue;
+  Grad grad_state = Grad::kUnscaled;
   bool is_contiguous = false;
   bool is_split = false;
   bool is_layerwise = false;        // stepped as in LARC
@@ -78,9 +78,11 @@ struct Row {
   int64_t taken_version = 0;  // of a gradient in kScaled, as its pass ended
 
   bool carries_scale() const {
-    return grad_state == Grad::kScaled || grad_state == Grad::kUsedScaled;
+    return grad_state == Grad::kScaled || grad_state == Grad::kConsumedScaled;
   }
-  bool is_used() const { return grad_state == Grad::kUsed || grad_state == Grad::kUsedScaled; }
+  bool is_used() const {
+    return grad_state == Grad::kConsumed || grad_state == Grad::kConsumedScaled;
+  }
   // Whether the model weight was edited since the master last matched it. A split master follows by
   // itself.
   bool was_edited() const {

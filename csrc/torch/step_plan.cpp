@@ -164,7 +164,7 @@ bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
     decided = inspector_.state_bytes().clone();
     counts = table_.steps().clone();
   }
-  const bool known = inspector_.knows_norm;
+  const bool knew_norm_before = inspector_.knows_norm;
   decide(found_inf, max_norm, inspect, skip_nonfinite, skip_spikes);
   bool skipped = false;
   {
@@ -173,6 +173,10 @@ bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
     const DeviceScope scope(table_.device);
     Backend& backend = scope.backend();
     pybind11::gil_scoped_release release;
+    struct AllRowsAgain {
+      Table& rows;
+      ~AllRowsAgain() { rows.only = -1; }
+    } const all_rows_again{rows};
     const auto for_algorithms = [&](const auto& pass) {
       const std::vector<Algorithm>& all = table_.algorithms();
       for (const Algorithm algorithm : all) {
@@ -188,7 +192,7 @@ bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
         inspector_.share_measures(norms);
       }
     });
-    const auto update = [&](bool staged) {
+    const auto update_rows = [&](bool staged) {
       for_algorithms([&](Algorithm algorithm) {
         if (staged != (info(algorithm).scratch >= 0)) return;
         backend.update(rows, algorithm, state, meter ? &metered : nullptr, scope.stream());
@@ -203,14 +207,14 @@ bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
       } catch (...) {
         inspector_.state_bytes().copy_(decided);
         table_.steps().copy_(counts);
-        inspector_.knows_norm = known;
+        inspector_.knows_norm = knew_norm_before;
         collected_at_ = -1;
         throw;
       }
     }
-    update(false);
+    update_rows(false);
     if (finish) finish();
-    update(true);
+    update_rows(true);
   }
   ledger_.consume(true);
   return skipped;

@@ -17,7 +17,8 @@ namespace ampfuse {
 class StepPlan {
  public:
   // Called between the two stages of the given rows, to work on their scratch memory. Nothing has
-  // changed if it throws. The function that it returns is called after other rows are updated.
+  // changed if it throws. The function that it returns is called after other rows are updated: if
+  // that throws, half of the step is done, and a training starts again from a checkpoint.
   using Between = std::function<std::function<void()>(const std::vector<int64_t>&)>;
 
   bool knew_norm = false;  // whether the last step knew the norm of its gradients

@@ -637,7 +637,7 @@ TEST(rounding_at_random) {
     double sum = 0;
     constexpr uint32_t kDraws = 1u << 16;
     for (uint32_t i = 0; i < kDraws; ++i) {
-      const float rounded = stochastic_round(x, hash(i ^ list_key(row_key(1, 2, 3), kParam, 0)));
+      const float rounded = stochastic_round(x, hash(i ^ list_key(row_key(1, 2, 3), kParam, 0u)));
       EXPECT(same(round_to(kBF16, rounded), rounded), x);
       sum += double(rounded) / kDraws;
     }
@@ -645,4 +645,20 @@ TEST(rounding_at_random) {
     EXPECT(std::isinf(x) ? sum == double(x) : std::fabs(sum - double(x)) < unit / 100, x, sum);
   }
   EXPECT(std::isnan(stochastic_round(kNan, 0xffffu)));
+}
+
+// A shard may begin a few elements before a multiple of 2^32, within a vector.
+TEST(random_bits_around_a_multiple_of_two_to_the_32) {
+  std::vector<RowSpec> rows;
+  for (int64_t before = 1; before < 40; ++before) {
+    RowSpec row = gradient_row(64, kBF16);
+    row.types[kParam] = DType::kRandomBFloat16;
+    row.types[kState0] = row.types[kState1] = kF32;
+    row.origin = (int64_t(1) << 32) - before;
+    row.hyper.seed = 3;
+    rows.push_back(row);
+  }
+  Pair pair(rows);
+  pair.both([](World& world) { world.step(Algorithm::of<AdamOp>()); });
+  pair.expect_same();
 }

@@ -22,6 +22,7 @@ struct RowSpec {
   DType types[kLists] = {};
   int misaligned = 0;  // every list starts this many elements after a 16-byte boundary
   bool scaled = false;
+  int64_t origin = 0;
   RowHyper hyper;
 };
 
@@ -128,9 +129,12 @@ class World {
         norm_averages(cuda, 0.0f, specs.size() + 1),
         loss_scale(cuda, 1024.0f),
         specs_(specs) {
-    std::vector<int64_t> numel;
-    for (const RowSpec& spec : specs) numel.push_back(spec.numel);
-    table = std::make_unique<Table>(numel);
+    std::vector<int64_t> numel, origin;
+    for (const RowSpec& spec : specs) {
+      numel.push_back(spec.numel);
+      origin.push_back(spec.origin);
+    }
+    table = std::make_unique<Table>(numel, origin);
     for (size_t row = 0; row < specs.size(); ++row) {
       table->set_scaled(int64_t(row), specs[row].scaled);
       table->set_hyper(int64_t(row), int64_t(row) + 1, specs[row].hyper);

@@ -42,14 +42,14 @@ Tensor activation_pass(const Tensor& x, const OptionalTensor& up, const Optional
 std::tuple<Tensor, Tensor> backward_into(const Tensor& dy, const Tensor& x,
                                          const OptionalTensor& up, const OptionalTensor& bias,
                                          c10::string_view name, const Tensor& dx) {
-  const Tensor dup = given(up) ? at::empty_like(x) : nothing(x, x.scalar_type());
-  const Tensor dbias = empty_floats(x, given(bias) ? x.sym_size(-1) : c10::SymInt(0));
+  const Tensor dup = is_given(up) ? at::empty_like(x) : empty_placeholder(x, x.scalar_type());
+  const Tensor dbias = empty_floats(x, is_given(bias) ? x.sym_size(-1) : c10::SymInt(0));
   if (x.is_meta()) return {dup, dbias};
   with_curve(name, [&](auto curve) {
     using Op = ActivationBackward<decltype(curve)>;
     PassArgs args(x, x.size(-1));
-    if (given(up)) args.image(Op::kDup, dup, "dup");
-    if (given(bias)) args.vector(Op::kDbias, dbias, "dbias");
+    if (is_given(up)) args.image(Op::kDup, dup, "dup");
+    if (is_given(bias)) args.vector(Op::kDbias, dbias, "dbias");
     args.image(Op::kX, x, "x")
         .image(Op::kDy, dy, "dy")
         .image(Op::kUp, up, "up")
@@ -72,14 +72,14 @@ std::tuple<Tensor, Tensor, Tensor> activation_backward_pass(const Tensor& dy, co
 Tensor activation_by_torch(const Tensor& x, const OptionalTensor& up, const OptionalTensor& bias,
                            c10::string_view name) {
   const auto type = at::isReducedFloatingType(x.scalar_type()) ? at::kFloat : x.scalar_type();
-  const Tensor z = given(bias) ? x.to(type) + bias->to(type) : x.to(type);
+  const Tensor z = is_given(bias) ? x.to(type) + bias->to(type) : x.to(type);
   Tensor y;
   with_curve(name, [&](auto curve) {
     using Curve = decltype(curve);
     y = std::is_same_v<Curve, Silu> ? at::silu(z)
                                     : at::gelu(z, std::is_same_v<Curve, Gelu> ? "none" : "tanh");
   });
-  return (given(up) ? y * up->to(type) : y).to(x.scalar_type());
+  return (is_given(up) ? y * up->to(type) : y).to(x.scalar_type());
 }
 
 struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
@@ -115,8 +115,8 @@ struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
       std::tie(result[0], dup, dbias) = Call<activation_backward_pass>::of(
           AMPFUSE_OP("activation_backward"), dy, x, up, bias, name);
     }
-    if (given(up)) result[1] = dup;
-    if (given(bias)) result[2] = dbias.to(bias->scalar_type());
+    if (is_given(up)) result[1] = dup;
+    if (is_given(bias)) result[2] = dbias.to(bias->scalar_type());
     return result;
   }
 };
@@ -125,19 +125,20 @@ struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
 Tensor activation(const Tensor& x, const OptionalTensor& up, const OptionalTensor& bias,
                   c10::string_view name) {
   with_curve(name, [](auto) {});
-  if (!is_supported(x) || x.dim() == 0 || (given(up) && !are_alike(*up, x)) ||
-      (given(bias) && (bias->dim() != 1 || bias->sym_size(0) != x.sym_size(-1) ||
-                       !may_be_affine(bias, x, bias->sizes()))))
+  if (!is_supported(x) || x.dim() == 0 || (is_given(up) && !match_in_type_and_shape(*up, x)) ||
+      (is_given(bias) && (bias->dim() != 1 || bias->sym_size(0) != x.sym_size(-1) ||
+                          !fits_as_affine(bias, x, bias->sizes()))))
     return activation_by_torch(x, up, bias, name);
   const auto apply = [&](const Tensor& rows, const OptionalTensor& gated) {
-    const OptionalTensor other = given(gated) ? optional(gated->contiguous()) : std::nullopt;
+    const OptionalTensor other = is_given(gated) ? optional(gated->contiguous()) : std::nullopt;
     return ActivationFunction::apply(rows.contiguous(), other, bias, std::string(name));
   };
-  if (given(bias) || x.dim() != 4 || x.suggest_memory_format() != kChannelsLast)
+  if (is_given(bias) || x.dim() != 4 || x.suggest_memory_format() != kChannelsLast)
     return apply(x, up);
   // As it lies: channels last.
   const auto turned = [](const Tensor& images) { return images.permute({0, 2, 3, 1}); };
-  return apply(turned(x), given(up) ? optional(turned(*up)) : std::nullopt).permute({0, 3, 1, 2});
+  return apply(turned(x), is_given(up) ? optional(turned(*up)) : std::nullopt)
+      .permute({0, 3, 1, 2});
 }
 
 AMPFUSE_LIBRARY_FRAGMENT(AMPFUSE_NAMESPACE, library) {
@@ -152,9 +153,7 @@ void add_activation_kernels(torch::Library& library) {
   library.impl("activation_forward", activation_pass);
   library.impl("activation_backward", activation_backward_pass);
 }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_activation_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_activation_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_activation_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, add_activation_kernels)
 
 }  // namespace
 }  // namespace ampfuse

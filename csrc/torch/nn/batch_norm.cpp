@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor> apply_pass(const Tensor& x, const OptionalTensor& res
                                       bool relu) {
   using Op = BatchNormApply;
   const Tensor y = empty_laid_out_as(x, x.scalar_type());
-  const Tensor mask = relu ? empty_mask(x) : nothing(x, at::kByte);
+  const Tensor mask = relu ? empty_mask(x) : empty_placeholder(x, at::kByte);
   if (x.is_meta()) return {y, mask};
   PassArgs(x)
       .image(Op::kX, x, "x")
@@ -102,7 +102,8 @@ std::tuple<Tensor, Tensor, Tensor> reduce_into_pass(const Tensor& dy, const Tens
 std::tuple<Tensor, Tensor, Tensor, Tensor> reduce_pass(const Tensor& dy, const Tensor& x,
                                                        const Tensor& mean, const Tensor& invstd,
                                                        const Tensor& mask, bool keep) {
-  const Tensor g = keep ? empty_laid_out_as(x, x.scalar_type()) : nothing(x, x.scalar_type());
+  const Tensor g =
+      keep ? empty_laid_out_as(x, x.scalar_type()) : empty_placeholder(x, x.scalar_type());
   return std::tuple_cat(reduce_into_pass(dy, x, mean, invstd, mask, g), std::tuple(g));
 }
 
@@ -113,7 +114,7 @@ void dx_into_pass(const Tensor& dy, const Tensor& mask, const Tensor& x, const T
   using Op = BatchNormDx;
   if (x.is_meta()) return;
   PassArgs args(x);
-  if (given(sum_dy)) args.image(Op::kX, x, "x");
+  if (is_given(sum_dy)) args.image(Op::kX, x, "x");
   args.image(Op::kDy, dy, "dy")
       .image(Op::kDx, dx, "dx")
       .mask(mask)
@@ -145,7 +146,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     // (needs_input_grad() counts the tensors that are there, not the arguments.)
     std::vector<bool> needs = {x.requires_grad()};
     for (const OptionalTensor* tensor : {&residual, &weight, &bias})
-      needs.push_back(given(*tensor) && (*tensor)->requires_grad());
+      needs.push_back(is_given(*tensor) && (*tensor)->requires_grad());
     Tensor mean, invstd;
     if (training) {
       std::tie(mean, invstd) =
@@ -162,7 +163,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     context->save_for_backward(
         {x, weight.value_or(Tensor()), mean, invstd, mask, bias.value_or(Tensor())});
     context->saved_data["training"] = training;
-    context->saved_data["residual"] = given(residual);
+    context->saved_data["residual"] = is_given(residual);
     context->saved_data["relu"] = relu;
     context->saved_data["needs"] = needs;
     context->set_materialize_grads(false);
@@ -217,21 +218,22 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     }
     if (to_residual) {
       result[kResidual] = dy;
-      mask = nothing(x, at::kByte);
+      mask = empty_placeholder(x, at::kByte);
       ours = false;
     }
     if (to_weight) result[kWeight] = dweight;
     if (to_bias) result[kBias] = sum;
     if (!needs(context, kX)) return;
-    const auto frozen = [&](const Tensor& t) { return training ? optional(t) : std::nullopt; };
+    const auto if_training = [&](const Tensor& t) { return training ? optional(t) : std::nullopt; };
     const c10::SymInt count = x.sym_numel() / x.sym_size(1);
     if (ours) {
       Call<dx_into_pass>::of(AMPFUSE_OP("batch_norm_dx_into"), dy, mask, x, mean, invstd,
-                             optional(weight), frozen(sum), frozen(centered), count, dy);
+                             optional(weight), if_training(sum), if_training(centered), count, dy);
       result[kX] = dy;
     } else {
-      result[kX] = Call<dx_pass>::of(AMPFUSE_OP("batch_norm_dx"), dy, mask, x, mean, invstd,
-                                     optional(weight), frozen(sum), frozen(centered), count);
+      result[kX] =
+          Call<dx_pass>::of(AMPFUSE_OP("batch_norm_dx"), dy, mask, x, mean, invstd,
+                            optional(weight), if_training(sum), if_training(centered), count);
     }
   }
 };
@@ -243,12 +245,12 @@ bool has_kernels(const Tensor& x, const OptionalTensor& residual,
                  const std::vector<const OptionalTensor*>& per_channel, bool complete) {
   if (!complete || x.dim() != 4 || !is_supported(x)) return false;
   for (const OptionalTensor* tensor : per_channel) {
-    if (given(*tensor) &&
+    if (is_given(*tensor) &&
         ((*tensor)->scalar_type() != at::kFloat || (*tensor)->device() != x.device() ||
          (*tensor)->dim() != 1 || (*tensor)->sym_size(0) != x.sym_size(1)))
       return false;
   }
-  if (given(residual) && !are_alike(*residual, x)) return false;
+  if (is_given(residual) && !match_in_type_and_shape(*residual, x)) return false;
   if (x.is_contiguous(kChannelsLast) || x.suggest_memory_format() == kChannelsLast) return true;
   TORCH_WARN_ONCE(
       "ampfuse's fused batch norm works on channels-last memory; this input is in another layout ",
@@ -263,21 +265,21 @@ Tensor batch_norm_act(const Tensor& x, const OptionalTensor& residual, const Opt
                       const OptionalTensor& running_var, bool training, double momentum, double eps,
                       bool relu, const OptionalTensor& num_batches_tracked) {
   const bool fuses = has_kernels(x, residual, {&weight, &bias, &running_mean, &running_var},
-                                 training || (given(running_mean) && given(running_var)));
-  const bool counts = fuses && training && given(num_batches_tracked) &&
+                                 training || (is_given(running_mean) && is_given(running_var)));
+  const bool counts = fuses && training && is_given(num_batches_tracked) &&
                       num_batches_tracked->device() == x.device() &&
                       num_batches_tracked->scalar_type() == at::kLong;
-  if (given(num_batches_tracked) && !counts) num_batches_tracked->add_(1);
+  if (is_given(num_batches_tracked) && !counts) num_batches_tracked->add_(1);
   if (fuses) {
     const OptionalTensor added =
-        given(residual) ? OptionalTensor(residual->contiguous(kChannelsLast)) : std::nullopt;
+        is_given(residual) ? OptionalTensor(residual->contiguous(kChannelsLast)) : std::nullopt;
     return BatchNormAct::apply(x.contiguous(kChannelsLast), added, weight, bias, running_mean,
                                running_var, counts ? num_batches_tracked : std::nullopt, training,
                                momentum, eps, relu);
   }
   Tensor y = at::batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps,
                             at::globalContext().userEnabledCuDNN());
-  if (given(residual)) y = y + *residual;
+  if (is_given(residual)) y = y + *residual;
   return relu ? at::relu(y) : y;
 }
 
@@ -318,9 +320,7 @@ void add_batch_norm_kernels(torch::Library& library) {
   library.impl("batch_norm_reduce_into", reduce_into_pass);
   library.impl("batch_norm_dx_into", dx_into_pass);
 }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_batch_norm_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_batch_norm_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_batch_norm_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, add_batch_norm_kernels)
 
 }  // namespace
 

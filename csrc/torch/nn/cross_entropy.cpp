@@ -36,7 +36,7 @@ NnArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor&
   args.images[CrossEntropy::kLogits] = const_cast<void*>(logits.const_data_ptr());
   args.targets = pointer_to<int64_t>(target, "target", logits.size(0), logits.device());
   args.ignored = ignore_index;
-  if (given(weight))
+  if (is_given(weight))
     args.vectors[CrossEntropy::kWeight] = pointer(*weight, "weight", logits.size(1));
   if (weight_sum.defined())
     args.vectors[CrossEntropy::kWeightSum] = pointer(weight_sum, "weight_sum", 1);
@@ -46,7 +46,7 @@ NnArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor&
 
 // The sum of the classes' weights, if it is needed.
 Tensor sum_of(const OptionalTensor& weight, double label_smoothing) {
-  return given(weight) && label_smoothing != 0 ? weight->sum() : Tensor();
+  return is_given(weight) && label_smoothing != 0 ? weight->sum() : Tensor();
 }
 
 template <class Op>
@@ -197,9 +197,7 @@ void add_cross_entropy_kernels(torch::Library& library) {
   library.impl("cross_entropy_loss", loss_pass);
   library.impl("cross_entropy_gradient", gradient_pass);
 }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_cross_entropy_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_cross_entropy_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_cross_entropy_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, add_cross_entropy_kernels)
 
 }  // namespace
 }  // namespace ampfuse

@@ -26,13 +26,17 @@
 // (TORCH_LIBRARY itself does not expand the name.)
 #define AMPFUSE_LIBRARY(name, library) TORCH_LIBRARY(name, library)
 #define AMPFUSE_LIBRARY_FRAGMENT(name, library) TORCH_LIBRARY_FRAGMENT(name, library)
-#define AMPFUSE_KERNELS(name, key, library) TORCH_LIBRARY_IMPL(name, key, library)
+// add(library) registers the kernels, which are the same for all devices.
+#define AMPFUSE_KERNELS(name, add)                          \
+  TORCH_LIBRARY_IMPL(name, CPU, library) { add(library); }  \
+  TORCH_LIBRARY_IMPL(name, CUDA, library) { add(library); } \
+  TORCH_LIBRARY_IMPL(name, Meta, library) { add(library); }
 
 namespace ampfuse {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-inline bool given(const OptionalTensor& tensor) { return tensor && tensor->defined(); }
+inline bool is_given(const OptionalTensor& tensor) { return tensor && tensor->defined(); }
 inline OptionalTensor optional(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
@@ -58,19 +62,19 @@ inline bool is_supported(const at::Tensor& x) {
   return (type == at::kFloat || type == at::kHalf || type == at::kBFloat16) &&
          (x.is_cpu() || x.is_cuda() || x.is_meta()) && x.sym_numel() != 0;
 }
-inline bool are_alike(const at::Tensor& a, const at::Tensor& b) {
+inline bool match_in_type_and_shape(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.device() == b.device() &&
          a.sym_sizes() == b.sym_sizes();
 }
 // As is_supported(), for weights of the columns of x: FP32 or of the type of x.
-inline bool may_be_affine(const OptionalTensor& tensor, const at::Tensor& x,
-                          at::IntArrayRef shape) {
-  return !given(tensor) ||
+inline bool fits_as_affine(const OptionalTensor& tensor, const at::Tensor& x,
+                           at::IntArrayRef shape) {
+  return !is_given(tensor) ||
          ((tensor->scalar_type() == at::kFloat || tensor->scalar_type() == x.scalar_type()) &&
           tensor->device() == x.device() && tensor->sizes() == shape && tensor->is_contiguous());
 }
 
-inline at::Tensor nothing(const at::Tensor& x, at::ScalarType dtype) {
+inline at::Tensor empty_placeholder(const at::Tensor& x, at::ScalarType dtype) {
   return at::empty({0}, x.options().dtype(dtype));
 }
 inline at::Tensor empty_floats(const at::Tensor& x, const c10::SymInt& count) {
@@ -109,12 +113,12 @@ class PassArgs {
     return *this;
   }
   PassArgs& image(int place, const OptionalTensor& tensor, const char* name) {
-    return given(tensor) ? image(place, *tensor, name) : *this;
+    return is_given(tensor) ? image(place, *tensor, name) : *this;
   }
 
   // A value for each column; nothing if there is no tensor.
   PassArgs& vector(int place, const OptionalTensor& tensor, const char* name) {
-    if (given(tensor)) args_.vectors[place] = floats(*tensor, name, args_.image.channels);
+    if (is_given(tensor)) args_.vectors[place] = floats(*tensor, name, args_.image.channels);
     return *this;
   }
   // A value for each row; none if it has no elements.
@@ -125,7 +129,7 @@ class PassArgs {
 
   // The count of batches; nothing if there is no tensor.
   PassArgs& batches(const OptionalTensor& count) {
-    if (given(count))
+    if (is_given(count))
       args_.batches = pointer_to<int64_t>(*count, "num_batches_tracked", 1, x_.device());
     return *this;
   }
@@ -171,7 +175,7 @@ class PassArgs {
   }
 
   void* of_columns(const OptionalTensor& tensor, const char* name) {
-    if (!given(tensor) || tensor->numel() == 0) return nullptr;
+    if (!is_given(tensor) || tensor->numel() == 0) return nullptr;
     TORCH_CHECK_VALUE(tensor->is_contiguous() && tensor->numel() == args_.image.channels, name,
                       " must hold a contiguous value for each of ", args_.image.channels,
                       " columns, got shape ", tensor->sizes());
@@ -195,7 +199,7 @@ torch::autograd::variable_list differentiable_gradients(const std::vector<Option
   // (Views: gradients end there, where those of what is computed of several inputs would go on
   // through the very node that asks.)
   for (OptionalTensor& view : views) {
-    if (!given(view) || !view->requires_grad()) continue;
+    if (!is_given(view) || !view->requires_grad()) continue;
     view = view->view_as(*view);
     wanted.push_back(*view);
   }
@@ -203,7 +207,7 @@ torch::autograd::variable_list differentiable_gradients(const std::vector<Option
   torch::autograd::variable_list result(inputs.size());
   auto next = found.begin();
   for (size_t i = 0; i < inputs.size(); ++i)
-    if (given(inputs[i]) && inputs[i]->requires_grad()) result[i] = *next++;
+    if (is_given(inputs[i]) && inputs[i]->requires_grad()) result[i] = *next++;
   return result;
 }
 

@@ -21,10 +21,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_pass(const Tensor& x,
   const c10::SymInt rows = x.sym_numel() / columns;
   const Tensor y = at::empty_like(x), rstd = empty_floats(x, rows);
   const Tensor mean = empty_floats(x, centered ? rows : c10::SymInt(0));
-  const Tensor sum = given(residual) ? at::empty_like(x) : nothing(x, x.scalar_type());
+  const Tensor sum = is_given(residual) ? at::empty_like(x) : empty_placeholder(x, x.scalar_type());
   if (x.is_meta()) return {y, sum, mean, rstd};
   PassArgs args(x, columns);
-  if (given(residual)) args.image(LayerNorm::kSum, sum, "sum");
+  if (is_given(residual)) args.image(LayerNorm::kSum, sum, "sum");
   args.image(LayerNorm::kX, x, "x")
       .image(LayerNorm::kResidual, residual, "residual")
       .image(LayerNorm::kY, y, "y")
@@ -43,7 +43,8 @@ std::tuple<Tensor, Tensor> backward_into(const Tensor& dy, const OptionalTensor&
                                          const OptionalTensor& weight, int64_t columns,
                                          std::array<bool, 3> wanted, const Tensor& dx) {
   const auto of_weight = [&](bool is_wanted) {
-    return is_wanted && given(weight) ? at::empty_like(*weight) : nothing(s, s.scalar_type());
+    return is_wanted && is_given(weight) ? at::empty_like(*weight)
+                                         : empty_placeholder(s, s.scalar_type());
   };
   const Tensor dweight = of_weight(wanted[1]), dbias = of_weight(wanted[2]);
   if (s.is_meta()) return {dweight, dbias};
@@ -70,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_pass(const Tensor& dy, const Optiona
                                                  const Tensor& s, const Tensor& mean,
                                                  const Tensor& rstd, const OptionalTensor& weight,
                                                  int64_t columns, std::array<bool, 3> wanted) {
-  const Tensor dx = wanted[0] ? at::empty_like(s) : nothing(s, s.scalar_type());
+  const Tensor dx = wanted[0] ? at::empty_like(s) : empty_placeholder(s, s.scalar_type());
   return std::tuple_cat(std::tuple(dx),
                         backward_into(dy, ds, s, mean, rstd, weight, columns, wanted, dx));
 }
@@ -80,7 +81,7 @@ Tensor norm_by_torch(const Tensor& s, at::IntArrayRef shape, const OptionalTenso
                      const OptionalTensor& bias, double eps, bool centered) {
   const auto type = at::isReducedFloatingType(s.scalar_type()) ? at::kFloat : s.scalar_type();
   const auto cast = [&](const OptionalTensor& t) {
-    return given(t) ? OptionalTensor(t->to(type)) : std::nullopt;
+    return is_given(t) ? OptionalTensor(t->to(type)) : std::nullopt;
   };
   const Tensor y = centered ? at::layer_norm(s.to(type), shape, cast(weight), cast(bias), eps)
                             : at::rms_norm(s.to(type), shape, cast(weight), eps);
@@ -96,13 +97,13 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const int64_t columns = c10::multiply_integers(shape);
     auto [y, sum, mean, rstd] = Call<forward_pass>::of(AMPFUSE_OP("norm_forward"), x, residual,
                                                        weight, bias, columns, eps, centered);
-    const Tensor& s = given(residual) ? sum : x;
+    const Tensor& s = is_given(residual) ? sum : x;
     context->save_for_backward({s, mean, rstd, weight.value_or(Tensor()), bias.value_or(Tensor())});
     context->saved_data["shape"] = shape.vec();
     context->saved_data["eps"] = eps;
     context->saved_data["centered"] = centered;
     context->set_materialize_grads(false);
-    if (given(residual)) return {y, sum};
+    if (is_given(residual)) return {y, sum};
     return {y};
   }
   enum { kX, kResidual, kWeight, kBias, kArguments = 7 };
@@ -118,7 +119,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     size_t edge = 0;
     const auto wants = [&](bool is_given) { return is_given && context->needs_input_grad(edge++); };
     const bool to_x = wants(true), to_residual = wants(has_residual);
-    const bool to_weight = wants(given(weight)), to_bias = wants(given(bias));
+    const bool to_weight = wants(is_given(weight)), to_bias = wants(is_given(bias));
     variable_list result(kArguments);
     Tensor dx = ds;
     if (dy.defined() && at::GradMode::is_enabled()) {
@@ -155,9 +156,11 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
 // Whether the kernels support it: torch computes everything else.
 bool has_kernels(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                  const OptionalTensor& bias, at::IntArrayRef shape) {
-  if (!is_supported(x) || (given(residual) && !are_alike(*residual, x))) return false;
-  if (given(bias) && (!given(weight) || bias->scalar_type() != weight->scalar_type())) return false;
-  if (!may_be_affine(weight, x, shape) || !may_be_affine(bias, x, shape)) return false;
+  if (!is_supported(x) || (is_given(residual) && !match_in_type_and_shape(*residual, x)))
+    return false;
+  if (is_given(bias) && (!is_given(weight) || bias->scalar_type() != weight->scalar_type()))
+    return false;
+  if (!fits_as_affine(weight, x, shape) || !fits_as_affine(bias, x, shape)) return false;
   const auto sizes = x.sym_sizes();
   if (shape.empty() || sizes.size() < shape.size()) return false;
   for (size_t i = 0; i < shape.size(); ++i)
@@ -170,10 +173,10 @@ variable_list norm(const Tensor& x, const OptionalTensor& residual, at::IntArray
                    bool centered) {
   if (has_kernels(x, residual, weight, bias, shape)) {
     const OptionalTensor added =
-        given(residual) ? OptionalTensor(residual->contiguous()) : std::nullopt;
+        is_given(residual) ? OptionalTensor(residual->contiguous()) : std::nullopt;
     return NormFunction::apply(x.contiguous(), added, weight, bias, shape, eps, centered);
   }
-  if (!given(residual)) return {norm_by_torch(x, shape, weight, bias, eps, centered)};
+  if (!is_given(residual)) return {norm_by_torch(x, shape, weight, bias, eps, centered)};
   const Tensor sum = x + *residual;
   return {norm_by_torch(sum, shape, weight, bias, eps, centered), sum};
 }
@@ -195,9 +198,7 @@ void add_norm_kernels(torch::Library& library) {
   library.impl("norm_forward", forward_pass);
   library.impl("norm_backward", backward_pass);
 }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CPU, library) { add_norm_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, CUDA, library) { add_norm_kernels(library); }
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, Meta, library) { add_norm_kernels(library); }
+AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, add_norm_kernels)
 
 }  // namespace
 }  // namespace ampfuse
