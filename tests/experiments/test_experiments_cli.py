@@ -9,13 +9,12 @@ import torch
 pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 
-from ampfuse.experiments import recipes, results
+from ampfuse.experiments import cifar, imagenet, mlp, mnist, results
 from ampfuse.experiments.settings import VARIANTS, Settings, parse, runs_of
 from ampfuse.experiments.training import lr_factor
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SCRIPTS = {script.name: script for script in (recipes.CIFAR, recipes.IMAGENET, recipes.MNIST)}
-SCRIPTS["mlp"] = recipes.MLP
+SCRIPTS = {module.SCRIPT.name: module.SCRIPT for module in (cifar, imagenet, mnist, mlp)}
 
 
 def runs(line: str, device: torch.device = CUDA) -> list[Settings]:
@@ -33,17 +32,43 @@ def run(line: str, device: torch.device = CUDA) -> Settings:
 
 
 E1 = "cifar --GPU V100 --batch_size 256 --iteration 100"
-AS_E1 = {"batch_size": 256, "iterations": 100, "epochs": None, "repeats": 5, "model": "vgg16"}
-AS_E1 |= {"optimizer": "sgd", "lr": 0.01, "momentum": 0.9, "recipe": "e1", "data": "data"}
-AS_E1 |= {"shuffle": False, "augment": False, "mean": (0.5, 0.5, 0.5)}
+AS_E1 = {
+    "batch_size": 256,
+    "iterations": 100,
+    "epochs": None,
+    "repeats": 5,
+    "model": "vgg16",
+    "optimizer": "sgd",
+    "lr": 0.01,
+    "momentum": 0.9,
+    "recipe": "e1",
+    "data": "data",
+    "shuffle": False,
+    "augment": False,
+    "mean": (0.5, 0.5, 0.5),
+}
 OF_2018 = "imagenet -a resnet50 -j 4 -b 128 --static-loss-scale 256 /data/imagenet"
-AS_2018 = {"model": "resnet50", "batch_size": 128, "workers": 4, "data": "/data/imagenet"}
-AS_2018 |= {"iterations": 360}
+AS_2018 = {
+    "model": "resnet50",
+    "batch_size": 128,
+    "workers": 4,
+    "data": "/data/imagenet",
+    "iterations": 360,
+}
 OF_2019 = "--opt-level O2 --keep-batchnorm-fp32 True --loss-scale 128.0 --channels-last True "
 OF_2019 += "--epochs 90 --workers 4 --deterministic"
-AS_2019 = {"precision": "O2", "keep_batchnorm_fp32": True, "loss_scale": 128.0, "data": "DIR"}
-AS_2019 |= {"channels_last": True, "deterministic": True, "epochs": 90, "iterations": None}
-AS_2019 |= {"schedule": "steps", "evaluate": True}
+AS_2019 = {
+    "precision": "O2",
+    "keep_batchnorm_fp32": True,
+    "loss_scale": 128.0,
+    "data": "DIR",
+    "channels_last": True,
+    "deterministic": True,
+    "epochs": 90,
+    "iterations": None,
+    "schedule": "steps",
+    "evaluate": True,
+}
 FOLDERS = ("DIR -a resnet50 {}", "-a resnet50 DIR {}", "{} -a resnet50 DIR")
 LINES = {
     # The published scripts', as they stood.
@@ -77,7 +102,10 @@ LINES = {
     # Flags win.
     "cifar --recipe e2 --variant O2 -b 64 --epochs 3": {"batch_size": 64, "epochs": 3},
     "cifar --recipe e2 --variant O2 --lr 0.5 --optimizer adamw": {
-        **{"lr": 0.5, "optimizer": "adamw", "schedule": "linear", "dropout": 0.3}
+        "lr": 0.5,
+        "optimizer": "adamw",
+        "schedule": "linear",
+        "dropout": 0.3,
     },
     "cifar --recipe e2 --variant O2 --iterations 7": {"iterations": 7, "epochs": None},
 }
@@ -100,7 +128,8 @@ def test_what_a_line_asks_for(line):
 def test_sizes_of_recipes_are_those_of_the_published_tables(line, columns):
     found = run(line)
     for column in columns:
-        assert {row[column] for row in results.published(found.recipe)} == {getattr(found, column)}
+        published = {getattr(row, column) for row in results.published(found.recipe)}
+        assert published == {getattr(found, column)}
 
 
 def test_every_recipe_resolves_for_every_model_and_variant():

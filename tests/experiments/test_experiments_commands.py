@@ -28,8 +28,11 @@ COMMANDS = {
     "e5-mnist": "mnist --recipe e5 -b 16 --iterations 2",
 }
 ON_FILES = {
-    **{"e2": "cifar10", "e3-densenet161": "cifar10", "e4-resnet18": "imagenet"},
-    **{"e5-mlp": "mnist", "e5-mnist": "mnist"},
+    "e2": "cifar10",
+    "e3-densenet161": "cifar10",
+    "e4-resnet18": "imagenet",
+    "e5-mlp": "mnist",
+    "e5-mnist": "mnist",
 }
 RUNS = [*((name, "synthetic") for name in COMMANDS), *ON_FILES.items()]
 # E1 runs as it was called, below.
@@ -95,13 +98,13 @@ def test_time_against_batch_size_in_one_command(tmp_path, monkeypatch, capsys):
     assert printed.count("O2: ampfuse") == 1
     assert {path.suffix for path in Path("results").rglob("*.*")} == {".json"}
     rows = results.measured()
-    ran = [(row["variant"], row["batch_size"]) for row in rows]
+    ran = [(row.variant, row.batch_size) for row in rows]
     assert ran == [("fp32", 8), ("fp32", 16), ("O2", 8), ("O2", 16)]
     for row in rows:
-        assert (row["n"], row["iterations"], row["gpu"]) == (2, 2, "My GPU-1")
-        runs = [(run["repeat"], run["seed"], run["recipe"]) for run in row["runs"]]
+        assert (row.n, row.iterations, row.gpu) == (2, 2, "My GPU-1")
+        runs = [(run["repeat"], run["seed"], run["recipe"]) for run in row.runs]
         assert runs == [(0, 0, "e5"), (1, 1, "e5")]
-        assert {(run["format"], run["memory_kind"]) for run in row["runs"]} == {(3, "process RSS")}
+        assert {(run["format"], run["memory_kind"]) for run in row.runs} == {(3, "process RSS")}
     assert main(["make_plot"]) == 0
     names = {path.name for path in Path("results/figures").iterdir()}
     assert names == {"MLP - Time.png", "MLP - Memory.png"}

@@ -59,12 +59,12 @@ def test_repeats_become_mean_and_sample_deviation(folder):
         folder.add(repeat=n, **speeds, **dict.fromkeys(names, 40.0 + n))
     folder.add(gpu="V100", **dict.fromkeys(("time_s", "images_per_s", "images_per_s_min")))
     row, untimed = rows_of(folder)
-    assert (row["source"], row["n"]) == ("measured", 3)
+    assert (row.source, row.n) == ("measured", 3)
     for name in names:
-        assert (row[f"{name}_mean"], row[f"{name}_std"]) == (41, 1)
-    assert (row["images_per_s_min"], row["images_per_s_max"]) == (898, 2002)
-    assert untimed["time_s_mean"] is untimed["images_per_s_mean"] is None
-    assert (untimed["memory_mb_mean"], untimed["memory_mb_std"], untimed["n"]) == (1500, None, 1)
+        assert getattr(row, name) == (41, 1)
+    assert (row.images_per_s_min, row.images_per_s_max) == (898, 2002)
+    assert untimed.time_s.mean is untimed.images_per_s.mean is None
+    assert (untimed.memory_mb, untimed.n) == ((1500, None), 1)
 
 
 WORDS = "variant precision gpu device recipe model data loader loss_scale_of torch".split()
@@ -77,31 +77,37 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_repeats(folder):
     folder.add(repeat=1)
     for name, value in DIFFERENCES.items():
         folder.add(repeat=2, **{name: value})
-    assert sorted(row["n"] for row in rows_of(folder)) == [1] * len(DIFFERENCES) + [2]
+    assert sorted(row.n for row in rows_of(folder)) == [1] * len(DIFFERENCES) + [2]
 
 
 def test_a_repeated_command_replaces_its_samples(folder):
     folder.add_repeats([9.0, 9.0])
     folder.add_repeats([5.0, 6.0])
     (row,) = rows_of(folder)
-    assert (row["n"], row["time_s_mean"]) == (2, 5.5)
+    assert (row.n, row.time_s.mean) == (2, 5.5)
 
 
 def test_diverged_runs_count_for_memory_alone(folder):
     """They have their intended length."""
     o3 = {"precision": "O3", "variant": "O3"}
     folder.add_repeats([5.0, 6.0], **o3)
-    diverged = o3 | {"time_s": 0.1, "memory_mb": 3000.0, "loss_last": None}
-    diverged |= {"diverged": divergence(31), "accuracy_pct": 7.0}  # of an epoch before
+    diverged = {
+        **o3,
+        "time_s": 0.1,
+        "memory_mb": 3000.0,
+        "loss_last": None,
+        "accuracy_pct": 7.0,  # of an epoch before
+        "diverged": divergence(31),
+    }
     folder.add(repeat=2, **diverged)
     folder.add(gpu="V100", **diverged)
     some, all_ = rows_of(folder)
-    means = ("time_s_mean", "accuracy_pct_mean", "loss_last_mean", "memory_mb_mean")
+    names = ("time_s", "accuracy_pct", "loss_last", "memory_mb")
     for row, n, values in ((some, 3, [5.5, 41, 1.5, 2000]), (all_, 1, [None, None, None, 3000])):
-        assert (row["n"], row["diverged"], row["iterations"]) == (n, 1, 100)
-        assert [row[name] for name in means] == values
-    assert some["note"] == "1 of 3 diverged in step 31: the training loss became nan"
-    assert all_["note"].startswith("diverged in step 31")
+        assert (row.n, row.diverged, row.iterations) == (n, 1, 100)
+        assert [getattr(row, name).mean for name in names] == values
+    assert some.note == "1 of 3 diverged in step 31: the training loss became nan"
+    assert all_.note.startswith("diverged in step 31")
 
 
 def test_an_unreadable_file_is_named(folder):
@@ -160,10 +166,10 @@ def test_lines_and_error_bars_are_the_rows(source, kind, folder):
     labels = [f"{gpu} {variant}" for gpu in gpus for variant in E1_VARIANTS]
     assert list(lines) == labels == legend_of(figure)
     for label, (x, y, spread) in lines.items():
-        of_line = [row for row in rows if f"{row['gpu']} {row['variant']}" == label]
-        sizes = [row["batch_size"] for row in of_line]
-        assert (x, y) == (sizes, [row[f"{column}_mean"] for row in of_line])
-        assert spread == pytest.approx([row[f"{column}_std"] for row in of_line])
+        of_line = [row for row in rows if f"{row.gpu} {row.variant}" == label]
+        sizes = [row.batch_size for row in of_line]
+        assert (x, y) == (sizes, [getattr(row, column).mean for row in of_line])
+        assert spread == pytest.approx([getattr(row, column).std for row in of_line])
     (plain,) = make_plot.against_batch(rows, kind).axes
     assert not any(spread for _, _, spread in drawn_lines(plain).values())
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("batch size", name)
@@ -238,7 +244,7 @@ def test_runs_of_different_length_do_not_mix(runs, label, folder, tmp_path, caps
     flag = "--epochs" if of == "epochs" else "--iteration"
     assert make_plot.main(arguments(folder, output, flag, number)) == 0
     assert "CIFAR - Time" in names_in(output)
-    rows = [row for row in rows_of(folder) if row[of] == int(number)]
+    rows = [row for row in rows_of(folder) if getattr(row, of) == int(number)]
     (axes,) = make_plot.against_batch(rows, "time").axes
     assert axes.get_ylabel() == f"training time of {label}, s"
 
@@ -282,7 +288,7 @@ def test_different_conditions_make_different_lines(folder):
 def test_own_and_published_figures_never_share_a_line(folder):
     for batch in E1_BATCHES:
         folder.add(gpu="V100", batch_size=batch)
-    published = [row for row in results.published("e1") if row["gpu"] == "V100"]
+    published = [row for row in results.published("e1") if row.gpu == "V100"]
     lines = drawn_lines(make_plot.against_batch([*published, *rows_of(folder)], "time").axes[0])
     assert len(lines) == 4
     assert lines["FP32 (source published)"][1] == [3.93, 6.9, 12.97, 25.11, 49.43]
@@ -333,9 +339,16 @@ def e1_on_three(folder: ResultFolder) -> list[results.Row]:
 def all_variants_at_three_batches(folder: ResultFolder) -> list[results.Row]:
     """Ten variants, two of them with the workers loader too, one diverged."""
     for batch, (place, variant) in itertools.product((128, 256, 512), enumerate(VARIANTS)):
-        common = {"recipe": "e2", "model": "wrn28_10", "precision": variant, "variant": variant}
-        common |= {"gpu": "Tesla T4", "batch_size": batch}
-        common |= {"time_s": 1234.5 / (1 + place), "memory_mb": 1000.0 * (20 - place)}
+        common = {
+            "recipe": "e2",
+            "model": "wrn28_10",
+            "precision": variant,
+            "variant": variant,
+            "gpu": "Tesla T4",
+            "batch_size": batch,
+            "time_s": 1234.5 / (1 + place),
+            "memory_mb": 1000.0 * (20 - place),
+        }
         folder.add(**common, diverged=divergence() if variant == "O3" else None)
         if variant in ("fp32", "O2"):
             folder.add(**common, loader="workers")
@@ -394,9 +407,14 @@ def test_published_command(tmp_path, monkeypatch):
 
 
 def test_figures_of_all_models_have_their_names(folder):
-    networks = {("cifar", "vgg16"): "CIFAR", ("cifar", "wrn28_10"): "CIFAR wrn28_10"}
-    networks |= {("imagenet", "resnet50"): "ImageNet resnet50", ("mlp", "mlp"): "MLP"}
-    networks |= {("mnist", "mnist_cnn"): "MNIST", ("demo", "digits64"): "Digits"}
+    networks = {
+        ("cifar", "vgg16"): "CIFAR",
+        ("cifar", "wrn28_10"): "CIFAR wrn28_10",
+        ("imagenet", "resnet50"): "ImageNet resnet50",
+        ("mlp", "mlp"): "MLP",
+        ("mnist", "mnist_cnn"): "MNIST",
+        ("demo", "digits64"): "Digits",
+    }
     for experiment, model in networks:
         folder.add(experiment=experiment, model=model)
     names = {f"{title} - {what}" for title in networks.values() for what in ("Time", "Memory")}

@@ -11,10 +11,17 @@ from experiment_results import ResultFolder, divergence
 
 # Column of the published CSVs, by the header of the table.
 COLUMNS = {
-    **{"environment": "platform", "GPU": "gpu", "batch size": "batch_size", "time, s": "time_s"},
-    **{"images/s": "images_per_s", "min": "images_per_s_min", "max": "images_per_s_max"},
-    **{"memory, MB": "memory_mb", "accuracy, %": "accuracy_pct"},
-    **{"loss last": "loss_last", "loss mean": "loss_mean"},
+    "environment": "platform",
+    "GPU": "gpu",
+    "batch size": "batch_size",
+    "time, s": "time_s",
+    "images/s": "images_per_s",
+    "min": "images_per_s_min",
+    "max": "images_per_s_max",
+    "memory, MB": "memory_mb",
+    "accuracy, %": "accuracy_pct",
+    "loss last": "loss_last",
+    "loss mean": "loss_mean",
     **{
         name: name
         for name in ("model", "variant", "optimizer", "iterations", "epochs", "n", "note")
@@ -79,9 +86,16 @@ def test_e1_has_means_and_deviations_of_own_runs(folder, capsys):
     assert len(rows) == 46
     (row,) = own(rows)
     expected = {
-        **{"source": "measured here", "GPU": "T4 (Tesla T4)", "variant": "FP16", "n": "3"},
-        **{"batch size": "128", "iterations": "100", "accuracy, %": "41 ± 1", "time, s": "6 ± 1"},
-        **{"memory, MB": "1401 ± 1", "note": "re-enactment; synthetic data"},
+        "source": "measured here",
+        "GPU": "T4 (Tesla T4)",
+        "variant": "FP16",
+        "n": "3",
+        "batch size": "128",
+        "iterations": "100",
+        "accuracy, %": "41 ± 1",
+        "time, s": "6 ± 1",
+        "memory, MB": "1401 ± 1",
+        "note": "re-enactment; synthetic data",
     }
     assert expected.items() <= row.items()
     below = text.rsplit("|", 1)[1]
@@ -91,8 +105,14 @@ def test_e1_has_means_and_deviations_of_own_runs(folder, capsys):
 
 
 def test_e2_tells_why_a_level_diverged_and_labels_what_differs(folder, capsys):
-    of_e2 = {"recipe": "e2", "model": "wrn28_10", "iterations": 3900, "epochs": 10.0}
-    of_e2 |= {"time_s": 1234.5, "data": "cifar10"}
+    of_e2 = {
+        "recipe": "e2",
+        "model": "wrn28_10",
+        "iterations": 3900,
+        "epochs": 10.0,
+        "time_s": 1234.5,
+        "data": "cifar10",
+    }
     for changes in (
         {"precision": "O2", "variant": "O2"},
         {"precision": "O3", "variant": "O3", "memory_mb": 4347.0, "diverged": divergence(31)},
@@ -112,14 +132,26 @@ def test_e2_tells_why_a_level_diverged_and_labels_what_differs(folder, capsys):
 
 
 def test_e4_has_mean_min_and_max(folder, capsys):
-    network = {"recipe": "e4", "experiment": "imagenet", "model": "resnet50", "iterations": 360}
-    network |= {"gpu": "Tesla T4", "world_size": 2}
+    network = {
+        "recipe": "e4",
+        "experiment": "imagenet",
+        "model": "resnet50",
+        "iterations": 360,
+        "gpu": "Tesla T4",
+        "world_size": 2,
+    }
     for n, mean in enumerate((330.0, 334.0)):
         speeds = {"images_per_s_min": 300.0 - n, "images_per_s_max": 350.0 + n}
         folder.add(repeat=n, images_per_s=mean, loss_last=5.0, loss_mean=5.5, **network, **speeds)
     (row,) = own(printed(capsys, "e4"))
-    expected = {"images/s": "332 ± 2.8", "min": "299", "max": "351"}
-    expected |= {"loss last": "5 ± 0", "loss mean": "5.5 ± 0", "GPU": "Tesla T4"}
+    expected = {
+        "images/s": "332 ± 2.8",
+        "min": "299",
+        "max": "351",
+        "loss last": "5 ± 0",
+        "loss mean": "5.5 ± 0",
+        "GPU": "Tesla T4",
+    }
     assert expected.items() <= row.items()
     assert row["note"] == "re-enactment; synthetic data; 2 processes"
 
@@ -160,7 +192,7 @@ def test_the_runs_that_tables_and_figures_choose(flags, chosen, folder):
     parser = argparse.ArgumentParser()
     results.add_selection(parser, recipe=True)
     own = results.chosen(results.measured(), parser.parse_args(["--recipe", "e1", *flags.split()]))
-    assert [int(row["runs"][0]["finished"][17:19]) for row in own] == chosen
+    assert [int(row.runs[0]["finished"][17:19]) for row in own] == chosen
 
 
 def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
@@ -173,17 +205,25 @@ def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):
     assert text.count("\n") == 3
     sound, diverged = csv.DictReader(text.splitlines())
     expected = {
-        **{"source": "measured", "recipe": "e1", "gpu": "T4", "device": "Tesla T4"},
-        **{
-            "variant": "FP32",
-            "precision": "fp32",
-            "batch_size": "128",
-            "data": "synthetic",
-            "n": "3",
-        },
-        **{"loader": "resident", "graph": "False", "time_s_mean": "6.0", "time_s_std": "1.0"},
-        **{"torch": "2.14.1", "ampfuse": "0.1.0", "cuda": "13.0", "diverged": "0"},
-        **{"memory_kind": "max_memory_allocated", "date": "2026-11-21T04:00:03+00:00"},
+        "source": "measured",
+        "recipe": "e1",
+        "gpu": "T4",
+        "device": "Tesla T4",
+        "variant": "FP32",
+        "precision": "fp32",
+        "batch_size": "128",
+        "data": "synthetic",
+        "n": "3",
+        "loader": "resident",
+        "graph": "False",
+        "time_s_mean": "6.0",
+        "time_s_std": "1.0",
+        "torch": "2.14.1",
+        "ampfuse": "0.1.0",
+        "cuda": "13.0",
+        "diverged": "0",
+        "memory_kind": "max_memory_allocated",
+        "date": "2026-11-21T04:00:03+00:00",
     }
     assert expected.items() <= sound.items()
     assert float(sound["memory_mb_mean"]) == 1500

@@ -19,11 +19,12 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 from ampfuse._core import EXTENSION as _C
-from ampfuse.experiments import cifar, mlp, training
+from ampfuse.experiments import cifar, make_table, mlp
+from ampfuse.experiments.command import load_checkpoint, report
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.settings import VARIANTS, Settings
-from ampfuse.experiments.training import Diverged, Place, Record, Run, load_checkpoint
+from ampfuse.experiments.training import Diverged, Place, Record, Run
 from ampfuse.experiments.variants import build_variant
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, tensor_memory
@@ -40,9 +41,19 @@ def some(values, *quick):
 
 BASE = Settings(
     experiment="cifar",
-    **{"model": "wrn10_1", "data": "digits", "image_size": 8, "precision": "O2", "variant": "O2"},
-    **{"batch_size": 64, "lr": 0.05, "schedule": "cosine", "warmup": 0.1, "epochs": 2},
-    **{"augment": True, "dropout": 0.2, "print_freq": 5},
+    model="wrn10_1",
+    data="digits",
+    image_size=8,
+    precision="O2",
+    variant="O2",
+    batch_size=64,
+    epochs=2,
+    lr=0.05,
+    schedule="cosine",
+    warmup=0.1,
+    augment=True,
+    dropout=0.2,
+    print_freq=5,
 )
 
 
@@ -278,8 +289,8 @@ def test_a_run_without_timed_steps():
     run.record.step_ms = []
     result = run.result()
     assert result["time_s"] is None
-    assert training.line(result).startswith("wrn10_1 O2 batch 64: loss ")
-    assert "| O2" in training.table(rows_of([result]))
+    assert report(result).startswith("wrn10_1 O2 batch 64: loss ")
+    assert "| O2" in make_table.table(rows_of([result]), make_table.TRAINED)
 
 
 def test_memory_of_a_run_is_its_own():
@@ -322,15 +333,19 @@ def test_captured_steps_train_like_eager_ones(variant, optimizer, monkeypatch):
     if variant == "tf32" and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no TF32")
     of_mnist = Settings(
-        **{
-            "experiment": "mnist",
-            "model": "mnist_cnn",
-            "precision": variant,
-            "optimizer": optimizer,
-        },
-        **{"image_size": 28, "synthetic_size": 256, "batch_size": 32},
-        **{"lr": 1e-3, "schedule": "linear", "iterations": 20},
-        **{"evaluate": False, "print_freq": 6, "deterministic": True},
+        experiment="mnist",
+        model="mnist_cnn",
+        precision=variant,
+        image_size=28,
+        synthetic_size=256,
+        batch_size=32,
+        iterations=20,
+        optimizer=optimizer,
+        lr=1e-3,
+        schedule="linear",
+        evaluate=False,
+        print_freq=6,
+        deterministic=True,
     )
     device, runs = torch.device("cuda", 0), []
     for graph in (False, True):

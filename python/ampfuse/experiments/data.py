@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ampfuse.command_line import UsageError
@@ -84,7 +83,7 @@ def resized(images: Tensor, size: int) -> Tensor:
     if images.shape[2:] == (size, size):
         return images
     # On bytes: several times faster than on floats, and off by at most one of 255.
-    return functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
+    return nn.functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
 
 
 def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
@@ -243,7 +242,7 @@ class ResidentData(Data):
         self._train, self._train_labels = self._stored(*images.train)
         self._test, self._test_labels = self._stored(*(x[self._test_share] for x in images.test))
         if self._augments:
-            self._train = functional.pad(self._train, (0, 0, *(_PADDING,) * 4))
+            self._train = nn.functional.pad(self._train, (0, 0, *(_PADDING,) * 4))
         self._scale, self._shift = self._scale.to(self.device), self._shift.to(self.device)
 
     def _stored(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

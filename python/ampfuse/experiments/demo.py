@@ -17,11 +17,11 @@ from ampfuse import hardware
 from ampfuse.command_line import at_least, check_installed, check_writable, run_alone
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_plot, make_table
+from ampfuse.experiments.command import train_all
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.settings import LEVELS, Settings, has_tf32
-from ampfuse.experiments.training import Place, table, train_all
+from ampfuse.experiments.training import Place
 
-_COLUMNS = ("variant", "time, s", "images/s", "memory, MB", "accuracy, %", "skipped", "scale")
 _NOTES = """\
 memory: the peak of tensors, measured in a few steps beforehand.
 FP16 on a CPU shows its effect on training. Its speed shows on a GPU.
@@ -51,10 +51,19 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     # Wide enough to show the gain of half precision, or quick on any laptop.
     width = args.width or (128 if device.type == "cuda" or has_bf16 else 64)
     common = Settings(
-        **{"experiment": "demo", "model": f"digits{width}", "data": "digits", "image_size": 8},
-        **{"lr": 0.1, "weight_decay": 5e-4, "schedule": "cosine", "warmup": 0.3},
-        **{"epochs": args.epochs, "batch_size": args.batch_size, "seed": args.seed},
-        **{"growth_interval": 25, "print_freq": 10},  # the scale grows within the run
+        experiment="demo",
+        model=f"digits{width}",
+        data="digits",
+        image_size=8,
+        epochs=args.epochs,
+        batch_size=args.batch_size,
+        seed=args.seed,
+        lr=0.1,
+        schedule="cosine",
+        warmup=0.3,
+        weight_decay=5e-4,
+        growth_interval=25,  # so that the scale grows within the run
+        print_freq=10,
     )
     levels = dict.fromkeys(args.levels)
     todo = [dataclasses.replace(common, precision=level, variant=level) for level in levels]
@@ -62,7 +71,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     where = f"{device_name(device)}, torch {torch.__version__}"
     print(f"Handwritten digits; {what}, seed {args.seed}. On {where}.", flush=True)
     rows = rows_of(train_all(todo, Place(device, label=device_name(device), measure_tensors=True)))
-    print(f"{table(rows, _COLUMNS)}\n{_NOTES}")
+    print(f"\n{make_table.table(rows, make_table.DEMO)}\n\n{make_table.explained(rows)}\n{_NOTES}")
     if not has_bf16:
         print("This device has no BF16 arithmetic: O4 and O5 save memory, not time.")
     make_table.write_csv(csv := args.output / "levels.csv", rows)

@@ -13,6 +13,7 @@ import argparse
 import functools
 import io
 import itertools
+import operator
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampfuse.command_line import UsageError, check_installed, check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.results import EXPERIMENTS, Row, file_name, listed
+from ampfuse.experiments.results import TITLES, Row, file_name, listed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,9 +59,9 @@ def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
     """All figures of all models by name, such as "CIFAR - Time" or "ImageNet resnet18 - Memory
     (std)", except those without values."""
     found = {}
-    for experiment, model in _distinct((row["experiment"], row["model"]) for row in rows):
-        ours = [row for row in rows if (row["experiment"], row["model"]) == (experiment, model)]
-        title = EXPERIMENTS.get(experiment, experiment)
+    for experiment, model in _distinct((row.experiment, row.model) for row in rows):
+        ours = [row for row in rows if (row.experiment, row.model) == (experiment, model)]
+        title = TITLES.get(experiment, experiment)
         # The main model of an experiment is not named, as in E1's names.
         if model not in ("vgg16", "mnist_cnn", "mlp") and experiment != "demo":
             title += f" {model}"
@@ -93,19 +94,23 @@ def lines(rows: Sequence[Row]) -> Lines:
     batch size differ, and the length if that of lines differs."""
     found: Lines = {}
     for row in rows:
-        same = ("gpu", "variant", "batch_size")
-        twins = [other for other in rows if all(other[name] == row[name] for name in same)]
-        facts = [{"source": twin["source"], **twin["conditions"]} for twin in twins]
-        mine = {"source": row["source"], **row["conditions"]}
+        point = (row.gpu, row.variant, row.batch_size)
+        same_point = [one for one in rows if (one.gpu, one.variant, one.batch_size) == point]
+        conditions = _conditions(row)
+        others = [_conditions(one) for one in same_point]
         differing = [
-            name for name in mine if len({str(one[name]) for one in facts if name in one}) > 1
+            name for name in conditions if len({str(o[name]) for o in others if name in o}) > 1
         ]
-        words = ", ".join(f"{name} {mine[name]}" for name in differing)
-        name = f"{row['variant']} ({words})" if words else row["variant"]
-        found.setdefault((row["gpu"], name), []).append(row)
+        suffix = ", ".join(f"{name} {conditions[name]}" for name in differing)
+        name = f"{row.variant} ({suffix})" if suffix else row.variant
+        found.setdefault((row.gpu, name), []).append(row)
     if len(_lengths(found)) == 1:
         return found
     return {(gpu, f"{name}, {_length(rows)}"): rows for (gpu, name), rows in found.items()}
+
+
+def _conditions(row: Row) -> dict[str, Any]:
+    return {"source": row.source, **row.conditions}
 
 
 def _lengths(found: Lines) -> set[str]:
@@ -115,9 +120,9 @@ def _lengths(found: Lines) -> set[str]:
 def _length(rows: Sequence[Row]) -> str:
     """The length that all runs of a line have: "100 iterations", or else "2 epochs"."""
     for unit in ("iterations", "epochs"):
-        if len(numbers := {row[unit] for row in rows}) == 1:
+        if len(numbers := {getattr(row, unit) for row in rows}) == 1:
             return f"{listed(numbers)} {unit}"
-    what = "{gpu} {variant} of {model}: results have different lengths".format(**rows[0])
+    what = f"{rows[0].gpu} {rows[0].variant} of {rows[0].model}: results have different lengths"
     raise UsageError(f"{what}: choose with --iteration N or --epochs N")
 
 
@@ -135,13 +140,14 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     from matplotlib.figure import Figure
 
     column, what, unit = _KINDS[kind]
-    rows = [row for row in rows if row["batch_size"] and (row[f"{column}_mean"] or row["diverged"])]
-    if not any(row[f"{column}_mean"] for row in rows):
+    value_of = operator.attrgetter(f"{column}.mean")
+    rows = [row for row in rows if row.batch_size and (value_of(row) or row.diverged)]
+    if not any(map(value_of, rows)):
         return None
-    batches, found = sorted({row["batch_size"] for row in rows}), lines(rows)
+    batches, found = sorted({row.batch_size for row in rows}), lines(rows)
     if kind == "time" and len(lengths := _lengths(found)) == 1:
         what += f" of {listed(lengths)}"
-    if {row["memory_kind"] for row in rows} == {"process RSS"} and kind == "memory":
+    if {row.memory_kind for row in rows} == {"process RSS"} and kind == "memory":
         what = "memory of the process"
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
@@ -158,7 +164,7 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)  # room for the marker and cap at the top
     title = f"{_title_of(rows)}: {what}" + f", batch size {batches[0]}" * are_bars
     figure.suptitle(textwrap.fill(title + ", mean ± standard deviation" * std, 90), fontsize=10)
-    gpus = _distinct(row["gpu"] for row in rows)
+    gpus = _distinct(row.gpu for row in rows)
     if are_bars and len(gpus) == 1:  # each bar has a colour of its own
         figure.supxlabel(textwrap.fill(gpus[0], 80), fontsize=8)
         return figure
@@ -179,12 +185,13 @@ def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -
     for (gpu, name), members in found.items():
         # The axis of bars names the variant, the legend the GPU.
         bar, points = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4, []
-        for row in sorted(members, key=lambda row: row["batch_size"]):
-            place = bar if are_bars else row["batch_size"]
-            if row[f"{column}_mean"]:
-                points.append((place, row[f"{column}_mean"], row[f"{column}_std"] or 0))
+        for row in sorted(members, key=lambda row: row.batch_size):
+            place = bar if are_bars else row.batch_size
+            value = getattr(row, column)
+            if value.mean:
+                points.append((place, value.mean, value.std or 0))
             else:
-                text = f"  {row['variant']} diverged"
+                text = f"  {row.variant} diverged"
                 axes.text(place, 0, text, rotation=90, va="bottom", fontsize=6.5)
         if not points:
             continue
@@ -201,16 +208,22 @@ def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -
         axes.set_xlim(-0.6, len(names) - 0.4)  # also where a run diverged
 
 
-_MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "mlp": "MLP", "mnist_cnn": "CNN"}
-_MODELS |= {"resnet18": "ResNet-18", "resnet50": "ResNet-50"}
+_MODELS = {
+    "vgg16": "VGG16",
+    "wrn28_10": "WRN-28-10",
+    "resnet18": "ResNet-18",
+    "resnet50": "ResNet-50",
+    "mlp": "MLP",
+    "mnist_cnn": "CNN",
+}
 _DATA = {"cifar10": "CIFAR-10", "mnist": "MNIST", "imagenet": "ImageNet", "digits": "digits"}
 
 
 def _title_of(rows: Sequence[Row]) -> str:
     """The model and its data, or whose figures these are."""
-    model = "mnist_cnn" if rows[0]["experiment"] == "demo" else rows[0]["model"]
+    model = "mnist_cnn" if rows[0].experiment == "demo" else rows[0].model
     data = []
-    for of in (row["conditions"] for row in rows if row["runs"]):
+    for of in (row.conditions for row in rows if row.runs):
         synthetic, kind = of["data"] == "synthetic", of["kind"]
         data.append("synthetic " * synthetic + _DATA.get(kind if synthetic else of["data"], kind))
     on = f" on {listed(_distinct(data))}" if data else ", published figures"

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from ampfuse.command_line import UsageError, check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.results import RECIPES, Row
+from ampfuse.experiments.results import RECIPES, Figure, Row
+from ampfuse.experiments.settings import VARIANTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Print and write the table, and return the exit status."""
     own = results.measured(args.results) if args.results.is_dir() else []
-    if own := [row for row in own if row["recipe"] == args.table]:
+    if own := [row for row in own if row.recipe == args.table]:
         own = results.chosen(own, args)
     else:
         how = f"ampfuse train {RECIPES[args.table]} --recipe {args.table}"
@@ -53,31 +54,39 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 0
 
 
-def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
-    """`rows` as a Markdown table of `columns` (default: those of write-ups) that are not empty,
-    with an explanation."""
+def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
+    """`rows` as a Markdown table of `columns` (default: :data:`PUBLISHED`) that are not empty, with
+    an explanation."""
     parts = []
-    for name in columns or _PUBLISHED:
+    for name in columns or PUBLISHED:
         cells = [CELLS[name](row) for row in rows]
         if any(cells) or name == "note":
             width = max(map(len, (name, *cells)))
             parts.append([text.ljust(width) for text in (name, "-" * width, *cells)])
     text = "\n".join("| " + " | ".join(line) + " |" for line in zip(*parts, strict=True))
-    if not (own := [row for row in rows if row["runs"]]):
+    if not (own := [row for row in rows if row.runs]):
         return text
-    facts = ("memory by {memory_kind}", "torch {torch}", "ampfuse {ampfuse}", "{date:.10}")
-    found = (fact.format(**row, **row["conditions"]) for fact in facts for row in own)
+    found = [f"memory by {row.memory_kind}" for row in own]
+    found += [f"torch {row.conditions['torch']}" for row in own]
+    found += [f"ampfuse {row.conditions['ampfuse']}" for row in own]
+    found += [f"{row.date:.10}" for row in own]
     return (
         f"{text}\n\nMeasured here: time of training, without warm-up and evaluation; 1 MB is 10^6 "
         f"bytes; ± is the sample standard deviation of n runs; {', '.join(dict.fromkeys(found))}."
     )
 
 
+def explained(rows: Sequence[Row]) -> str:
+    """What the variants of measured `rows` are, a line each."""
+    lines = (f"{row.variant}: {VARIANTS[row.conditions['precision']]}" for row in rows)
+    return "\n".join(dict.fromkeys(lines))
+
+
 def _note(row: Row) -> str:
     """Why figures are missing, and how a measured row differs from the published ones."""
-    if not row["runs"]:
-        return row["note"]
-    of, notes = row["conditions"], ["re-enactment", row["note"]]
+    if not row.runs:
+        return row.note
+    of, notes = row.conditions, ["re-enactment", row.note]
     notes += [f"{of['data']} data"] if of["data"] in ("synthetic", "digits") else []
     notes += ["graph"] if of.get("graph") else []
     notes += [f"{of['world_size']} processes"] if of["world_size"] > 1 else []
@@ -86,43 +95,60 @@ def _note(row: Row) -> str:
 
 def _device(row: Row) -> str:
     """The label of the runs, and the name of the device: a number names its hardware."""
-    gpu, device = row["gpu"], row["conditions"].get("device", row["gpu"])
-    return gpu if gpu == device else f"{gpu} ({device})"
+    device = row.conditions.get("device", row.gpu)
+    return row.gpu if row.gpu == device else f"{row.gpu} ({device})"
 
 
 def _shown(row: Row, name: str, factor: float = 1.0) -> str:
-    """The cell of column `name`: a word or a number, measured ones with four significant digits;
+    """The cell of field `name`: a word or a number, measured ones with four significant digits;
     mean and deviation of repeats."""
-    value, std = row.get(name, row.get(f"{name}_mean")), row.get(f"{name}_std")
-    if value is None or isinstance(value, str):
-        return value or ""
+    value = getattr(row, name)
+    mean, std = value if isinstance(value, Figure) else (value, None)
+    if mean is None or isinstance(mean, str):
+        return mean or ""
     places = 6
-    if isinstance(value, float) and row["runs"]:
-        places = max(0, 3 - math.floor(math.log10(abs(factor * value)))) if value else 0
-    both = [round(factor * one, places) for one in (value, std) if one is not None]
+    if isinstance(mean, float) and row.runs:
+        places = max(0, 3 - math.floor(math.log10(abs(factor * mean)))) if mean else 0
+    both = [round(factor * one, places) for one in (mean, std) if one is not None]
     return " ± ".join(f"{one:.10g}" for one in both)
 
 
-_NAMES = {"model": "model", "variant": "variant", "optimizer": "optimizer"}
-_NAMES |= {"batch size": "batch_size", "iterations": "iterations", "epochs": "epochs"}
-_NAMES |= {"time, s": "time_s", "images/s": "images_per_s"}
-_NAMES |= {"min": "images_per_s_min", "max": "images_per_s_max", "memory, MB": "memory_mb"}
-_NAMES |= {"accuracy, %": "accuracy_pct", "loss last": "loss_last", "loss mean": "loss_mean"}
+def _cell(name: str) -> Callable[[Row], str]:
+    return functools.partial(_shown, name=name)
+
+
 # The text of each column.
 CELLS: dict[str, Callable[[Row], str]] = {
-    "source": lambda row: "measured here" if row["runs"] else "published",
-    "environment": functools.partial(_shown, name="platform"),
+    "source": lambda row: "measured here" if row.runs else "published",
+    "environment": _cell("platform"),
     "GPU": _device,
-    **{header: functools.partial(_shown, name=name) for header, name in _NAMES.items()},
-    "n": functools.partial(_shown, name="n"),
+    "model": _cell("model"),
+    "variant": _cell("variant"),
+    "optimizer": _cell("optimizer"),
+    "batch size": _cell("batch_size"),
+    "iterations": _cell("iterations"),
+    "epochs": _cell("epochs"),
+    "time, s": _cell("time_s"),
+    "images/s": _cell("images_per_s"),
+    "min": _cell("images_per_s_min"),
+    "max": _cell("images_per_s_max"),
+    "memory, MB": _cell("memory_mb"),
+    "accuracy, %": _cell("accuracy_pct"),
+    "loss last": _cell("loss_last"),
+    "loss mean": _cell("loss_mean"),
+    "n": _cell("n"),
     "note": _note,
     # Of measured runs.
-    "step, ms": lambda row: _shown(row, "time_s", 1e3 / row["iterations"]),
-    "skipped": lambda row: f"{statistics.fmean(r['skipped_steps'] for r in row['runs']):.4g}",
-    "scale": lambda row: f"{row['scale']:,.0f}",
-    "outcome": lambda row: row["note"],
+    "step, ms": lambda row: _shown(row, "time_s", 1e3 / row.iterations),
+    "skipped": lambda row: f"{statistics.fmean(r['skipped_steps'] for r in row.runs):.4g}",
+    "scale": lambda row: f"{row.scale:,.0f}",
+    "outcome": lambda row: row.note,
 }
-_PUBLISHED = list(CELLS)[:-4]
+# The columns of a table beside published rows, of a command that trains, and of the demo.
+PUBLISHED = list(CELLS)[:-4]
+_TRAINED = "variant|batch size|step, ms|images/s|memory, MB|loss last|accuracy, %|skipped|scale"
+TRAINED = [*_TRAINED.split("|"), "outcome"]
+DEMO = "variant|time, s|images/s|memory, MB|accuracy, %|skipped|scale".split("|")
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

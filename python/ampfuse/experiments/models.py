@@ -11,8 +11,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-NAMES = ("vgg16", "wrn28_10", "seresnext50_32x4d", "densenet161")  # of cifar
-NAMES += ("resnet18", "resnet50", "mnist_cnn", "mlp")
+NAMES = "vgg16 wrn28_10 seresnext50_32x4d densenet161 resnet18 resnet50 mnist_cnn mlp".split()
 
 
 def build(

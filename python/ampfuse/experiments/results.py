@@ -1,10 +1,4 @@
-"""Rows of result files (:func:`measured`) and of write-ups (:func:`published`).
-
-A row is one variant at one size: a published line, or all repeats of a run. It is a dictionary with
-a value or None for each of :data:`COLUMNS`; figures have a mean over the repeats and their sample
-standard deviation. In measured rows, ``conditions`` has everything else that the repeats have in
-common, and ``runs`` their result files. Diverged runs only count for memory.
-"""
+"""Rows of result files (:func:`measured`) and of write-ups (:func:`published`)."""
 
 from __future__ import annotations
 
@@ -15,41 +9,105 @@ import os
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ampfuse.command_line import UsageError
 
 FORMAT = 3  # of result files and checkpoints
 Result = dict[str, Any]  # a result file, see Run.result
-Row = dict[str, Any]
 # The script of each recipe, and the title of each script.
 RECIPES = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
-EXPERIMENTS = {"cifar": "CIFAR", "imagenet": "ImageNet", "mnist": "MNIST", "mlp": "MLP"}
-EXPERIMENTS |= {"demo": "Digits"}
+TITLES = {
+    "cifar": "CIFAR",
+    "imagenet": "ImageNet",
+    "mnist": "MNIST",
+    "mlp": "MLP",
+    "demo": "Digits",
+}
 VARIANT_ORDER = "FP32 fp32 tf32 FP16 fp16 amp amp-fp16 amp-bf16 O0 O1 O2 O3 O4 O5".split()
 
-_SHARED = ("recipe", "experiment", "model", "gpu", "variant", "batch_size", "optimizer")
-_SHARED += ("iterations", "epochs")
-_FIGURES = ("time_s", "memory_mb", "accuracy_pct", "images_per_s", "loss_last", "loss_mean")
-COLUMNS = ("source", *_SHARED, "platform")
-COLUMNS += tuple(f"{name}_{what}" for name in _FIGURES for what in ("mean", "std"))
-COLUMNS += ("images_per_s_min", "images_per_s_max", "n", "note")
-COLUMNS += ("memory_kind", "diverged", "skipped_steps", "scale", "date")  # of own rows
+
+class Figure(NamedTuple):
+    """The mean over the repeats, and their sample standard deviation."""
+
+    mean: float | None = None
+    std: float | None = None
+
+
+_NONE = Figure()
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One variant at one size: a published line, or all repeats of a run.
+
+    What is not known is None. In measured rows, `conditions` has everything else that the repeats
+    have in common, and `runs` their result files. Diverged runs only count for memory.
+    """
+
+    source: str = "published"
+    recipe: str | None = None
+    experiment: str = ""
+    model: str = ""
+    gpu: str = ""
+    variant: str = ""
+    batch_size: int | None = None
+    optimizer: str | None = None
+    iterations: int | None = None
+    epochs: float | None = None
+    platform: str | None = None
+    time_s: Figure = _NONE
+    memory_mb: Figure = _NONE
+    accuracy_pct: Figure = _NONE
+    images_per_s: Figure = _NONE
+    loss_last: Figure = _NONE
+    loss_mean: Figure = _NONE
+    images_per_s_min: float | None = None
+    images_per_s_max: float | None = None
+    n: int | None = None
+    note: str = ""
+    # Of measured rows.
+    memory_kind: str | None = None
+    diverged: int | None = None
+    skipped_steps: int | None = None
+    scale: float | None = None
+    date: str | None = None
+    conditions: dict[str, Any] = field(default_factory=dict)
+    runs: list[Result] = field(default_factory=list)
+
+
+# The fields that have a mean and a deviation, and those that repeats have in common.
+_FIGURES = [column.name for column in fields(Row) if isinstance(column.default, Figure)]
+_SHARED = "recipe experiment model gpu variant batch_size optimizer iterations epochs".split()
 
 
 def records(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """`rows` without their runs, as flat dictionaries, for a CSV or a DataFrame."""
-    return [{**{name: row[name] for name in COLUMNS}, **row["conditions"]} for row in rows]
+    found = []
+    for row in rows:
+        record: dict[str, Any] = {}
+        for name, value in vars(row).items():
+            if isinstance(value, Figure):
+                record |= {f"{name}_mean": value.mean, f"{name}_std": value.std}
+            elif name not in ("conditions", "runs"):
+                record[name] = value
+        found.append(record | row.conditions)
+    return found
 
 
 def published(recipe: str) -> list[Row]:
     """The figures of write-up `recipe` ("e1" to "e5"), as they were published."""
     file = resources.files("ampfuse.experiments") / "published" / f"{recipe}.csv"
-    empty = {**dict.fromkeys(COLUMNS), "gpu": "", "note": "", "conditions": {}, "runs": []}
-    lines = csv.DictReader(file.read_text().splitlines())
-    return [{**empty, **{n: _value(text) for n, text in line.items() if text}} for line in lines]
+    rows = []
+    for line in csv.DictReader(file.read_text().splitlines()):
+        cells: dict[str, Any] = {name: _value(text) for name, text in line.items() if text}
+        for name in _FIGURES:
+            cells[name] = Figure(*(cells.pop(f"{name}_{of}", None) for of in Figure._fields))
+        rows.append(Row(**cells))
+    return rows
 
 
 def _value(text: str) -> float | str:
@@ -90,11 +148,9 @@ def rows_of(runs: Iterable[Result]) -> list[Row]:
         groups.setdefault(key, {})[run["repeat"], run["seed"]] = run
 
     def place(row: Row) -> tuple[Any, ...]:
-        variant = row["variant"]
-        order = VARIANT_ORDER.index(variant) if variant in VARIANT_ORDER else len(VARIANT_ORDER)
-        names = ("variant", "batch_size", "iterations")
-        first = (row["experiment"], row["model"], row["gpu"], order)
-        return (*first, *(row[name] for name in names), str(row["conditions"]))
+        order = [*VARIANT_ORDER, row.variant].index(row.variant)
+        line = (row.experiment, row.model, row.gpu, order, row.variant)
+        return (*line, row.batch_size, row.iterations, str(row.conditions))
 
     return sorted((_row_of([*group.values()]) for group in groups.values()), key=place)
 
@@ -103,21 +159,33 @@ def _row_of(runs: list[Result]) -> Row:
     """Repeats as one row."""
     last, sound = runs[-1], [run for run in runs if not run["diverged"]]
     diverged = [run["diverged"] for run in runs if run["diverged"]]
-    row: Row = {"source": "measured", "platform": None, "n": len(runs), "note": ""}
-    row |= {name: last[name] for name in (*_SHARED, "memory_kind", "skipped_steps", "conditions")}
-    row |= {"diverged": len(diverged), "scale": last["loss_scale"], "date": last["finished"]}
-    row["runs"] = sorted(runs, key=lambda run: run["repeat"])
-    for name in _FIGURES:
-        values = [run[name] for run in (runs if name == "memory_mb" else sound)]
-        values = [value for value in values if value is not None]
-        row[f"{name}_mean"] = statistics.fmean(values) if values else None
-        row[f"{name}_std"] = statistics.stdev(values) if values[1:] else None
-    for name, of in (("images_per_s_min", min), ("images_per_s_max", max)):
-        row[name] = of((run[name] for run in sound if run["images_per_s"]), default=None)
+    timed = [run for run in sound if run["images_per_s"]]
+    note = ""
     if diverged:
         some = f"{len(diverged)} of {len(runs)} " if len(runs) > 1 else ""
-        row["note"] = f"{some}diverged in step {diverged[0]['step']}: {diverged[0]['reason']}"
-    return row
+        note = f"{some}diverged in step {diverged[0]['step']}: {diverged[0]['reason']}"
+    return Row(
+        source="measured",
+        **{name: last[name] for name in _SHARED},
+        **{name: _figure(runs if name == "memory_mb" else sound, name) for name in _FIGURES},
+        images_per_s_min=min((run["images_per_s_min"] for run in timed), default=None),
+        images_per_s_max=max((run["images_per_s_max"] for run in timed), default=None),
+        n=len(runs),
+        note=note,
+        memory_kind=last["memory_kind"],
+        diverged=len(diverged),
+        skipped_steps=last["skipped_steps"],
+        scale=last["loss_scale"],
+        date=last["finished"],
+        conditions=last["conditions"],
+        runs=sorted(runs, key=lambda run: run["repeat"]),
+    )
+
+
+def _figure(runs: list[Result], name: str) -> Figure:
+    values = [run[name] for run in runs if run[name] is not None]
+    mean = statistics.fmean(values) if values else None
+    return Figure(mean, statistics.stdev(values) if values[1:] else None)
 
 
 # ---- choosing ------------------------------------------------------------------------------------
@@ -137,10 +205,10 @@ _FILTERS: dict[str, tuple[str, type, str]] = {
 def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
     """Add the flags that choose results to a command."""
     add = parser.add_argument
-    for field, (flags, kind, what) in _FILTERS.items():
-        if field != "recipe" or recipe:
-            options = {"type": kind, "metavar": field.upper(), "help": f"{what} (default: all)"}
-            add(*flags.split(), dest=field, nargs="+", default=[], **options)
+    for column, (flags, kind, what) in _FILTERS.items():
+        if column != "recipe" or recipe:
+            options = {"type": kind, "metavar": column.upper(), "help": f"{what} (default: all)"}
+            add(*flags.split(), dest=column, nargs="+", default=[], **options)
     folder = "default: %(default)s"
     add("--results", type=Path, default=Path("results"), metavar="DIR", help=folder)
 
@@ -148,16 +216,15 @@ def add_selection(parser: argparse.ArgumentParser, *, recipe: bool) -> None:
 def chosen(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
     """The `rows` that fit the flags of :func:`add_selection`; GPUs and variants come in the order
     given. Raises UsageError for a value without rows."""
-    for field, (flags, *_) in _FILTERS.items():
-        if wanted := getattr(args, field, None):
-            there = dict.fromkeys(row[field] for row in rows)
+    for column, (flags, *_) in _FILTERS.items():
+        if wanted := getattr(args, column, None):
+            there = dict.fromkeys(getattr(row, column) for row in rows)
             if missing := [value for value in wanted if value not in there]:
                 what = f"{flags.split()[0]} {listed(missing)}: no such results"
                 raise UsageError(f"{what}; there are {listed(there)}")
-            rows = sorted(
-                (row for row in rows if row[field] in wanted),
-                key=lambda row: wanted.index(row[field]) if field in ("gpu", "variant") else 0,
-            )
+            rows = [row for row in rows if getattr(row, column) in wanted]
+            if column in ("gpu", "variant"):
+                rows.sort(key=lambda row: wanted.index(getattr(row, column)))
     return list(rows)
 
 

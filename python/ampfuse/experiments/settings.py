@@ -31,8 +31,12 @@ VARIANTS = {
 LEVELS = tuple(VARIANTS)[4:]
 HALF_LEVELS = ("O2", "O3", "O5")  # with half weights
 # Precision and loss scale of E1's --mode, and of E4's --fp16.
-_PUBLISHED = {"FP32": ("fp32", None), "FP16": ("O2", 128.0), "amp": ("O1", None)}
-_PUBLISHED |= {"fp16": ("O2", 1.0)}
+_PUBLISHED = {
+    "FP32": ("fp32", None),
+    "FP16": ("O2", 128.0),
+    "amp": ("O1", None),
+    "fp16": ("O2", 1.0),
+}
 MADE_UP = ("digits", "synthetic")  # data without a folder
 
 

@@ -1,44 +1,43 @@
-"""The runs of a command: the training loop, checkpoints, result files, and the table at the end.
+"""One run: the training loop of all experiments, its measurements, checkpoint and result.
 
-All experiments train in :meth:`Run.train`. The host waits for the device once per interval
-(``--print-freq`` steps), to read losses, loss scales, skipped steps and times.
+The host waits for the device once per interval (``--print-freq`` steps), to read losses, loss
+scales, skipped steps and times.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import io
 import json
 import math
-import shlex
 import statistics
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ampfuse
-from ampfuse.command_line import UsageError, check_installed, check_writable, status_of
-from ampfuse.devices import choose_device, device_name
-from ampfuse.experiments import distributed, make_table, models
-from ampfuse.experiments.data import Data, open_data
+from ampfuse.command_line import UsageError
+from ampfuse.devices import device_name
+from ampfuse.experiments import distributed, models
+from ampfuse.experiments.data import Data
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.results import FORMAT, Result, Row, file_name, rows_of, write
-from ampfuse.experiments.settings import MADE_UP, VARIANTS, Script, Settings, parse, runs_of
+from ampfuse.experiments.results import FORMAT, Result, write
+from ampfuse.experiments.settings import Settings
 from ampfuse.experiments.variants import Variant, build_variant, squared_error
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, StepClock, tensor_memory
 
 _WARM_UP_STEPS = 2
-_DIVERGED = 3  # exit status; the others are in status_of()
+# The settings that a result file has at its top, and those that are no conditions of it.
+_IN_RESULT = "recipe experiment model variant batch_size optimizer repeat".split()
+_LENGTHS = "repeats seed iterations epochs print_freq evaluate synthetic_size".split()
+_NO_CONDITION = {*_IN_RESULT, *_LENGTHS}
 
 
 class Diverged(Exception):
@@ -113,7 +112,7 @@ class Run:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if of.fsdp:
             distributed.shard(model, separate_norms=of.precision in distributed.HALF_LEVELS)
-        loss_of = squared_error if of.model == "mlp" else F.cross_entropy
+        loss_of = squared_error if of.model == "mlp" else nn.functional.cross_entropy
         variant = build_variant(of, model, loss_of, self.device)
         if self.world.size > 1 and not of.fsdp:
             ids = [self.device.index] if self.device.type == "cuda" else None
@@ -159,7 +158,7 @@ class Run:
         if self.world.size > 1:  # from here on, each process draws its own random numbers
             torch.manual_seed(self.seed + 1000 * self.world.rank)
         if self.resume:
-            _restore(variant, self.resume, self.world.rank)
+            self._restore(variant, self.resume)
         return variant
 
     def _profile(self) -> contextlib.AbstractContextManager[Any]:
@@ -190,8 +189,13 @@ class Run:
             loss, right, images = self.world.sum(sums)
             accuracy = right / images if self.data.classes else None
             record.memory_bytes = max(record.memory_bytes, self._tensors or self.memory.peak())
-            when = {"step": self.step, "time_s": sum(record.step_ms) / 1e3}
-            record.evaluations.append({**when, "loss": loss / images, "accuracy": accuracy})
+            evaluation = {
+                "step": self.step,
+                "time_s": sum(record.step_ms) / 1e3,
+                "loss": loss / images,
+                "accuracy": accuracy,
+            }
+            record.evaluations.append(evaluation)
             if not math.isfinite(loss):
                 raise Diverged(f"the test loss became {loss}")
         if self.place.checkpoints:
@@ -209,11 +213,16 @@ class Run:
         record.losses += losses
         record.skipped_steps += int(sum(skipped))
         record.memory_bytes = max(record.memory_bytes, self._tensors or self.memory.peak())
-        loss, overflows = mean_of_finite(losses), [first + i for i, x in enumerate(skipped) if x]
-        interval = {"step": self.step, "time_s": sum(record.step_ms) / 1e3, "loss": loss}
-        interval |= {"lr": self._lr, "loss_scale": scales[-1], "overflow_steps": overflows}
+        interval = {
+            "step": self.step,
+            "time_s": sum(record.step_ms) / 1e3,
+            "loss": mean_of_finite(losses),
+            "lr": self._lr,
+            "loss_scale": scales[-1],
+            "overflow_steps": [first + i for i, x in enumerate(skipped) if x],
+        }
         record.intervals.append(interval)
-        self._bar.set_postfix(loss=loss)
+        self._bar.set_postfix(loss=interval["loss"])
         self._check(scales, skipped)
 
     def _check(self, scales: Sequence[float], skipped: Sequence[float]) -> None:
@@ -234,13 +243,31 @@ class Run:
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
         values = {
-            **{"format": FORMAT, "settings": asdict(self.settings), "step": self.step},
-            **{"model": model, "optimizer": optimizer, "scaler": self.variant.scaler.state_dict()},
-            **{"rng": self.world.gather(rng), "record": asdict(self.record)},
+            "format": FORMAT,
+            "settings": asdict(self.settings),
+            "step": self.step,
+            "model": model,
+            "optimizer": optimizer,
+            "scaler": self.variant.scaler.state_dict(),
+            "rng": self.world.gather(rng),
+            "record": asdict(self.record),
         }
         if self.stem and self.world.rank == 0:
             torch.save(values, file := io.BytesIO())
             write(Path(f"{self.stem}.pt"), file.getvalue())
+
+    def _restore(self, variant: Variant, saved: dict[str, Any]) -> None:
+        """Restore `variant` and the random number generators from a checkpoint."""
+        states = saved["model"], saved["optimizer"]
+        distributed.load_states(variant.bare_model, variant.optimizer, *states)
+        variant.scaler.load_state_dict(saved["scaler"])
+        for group in variant.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):  # a captured step reads it from its device
+                group["lr"] = group["lr"].to(variant.device)
+        rng = saved["rng"][self.world.rank]
+        torch.set_rng_state(rng["cpu"])
+        if "cuda" in rng and variant.device.type == "cuda":
+            torch.cuda.set_rng_state(rng["cuda"], variant.device)
 
     def result(self, diverged: Diverged | None = None) -> Result:
         """The contents of the result file: JSON, with None in place of NaN and infinity."""
@@ -254,7 +281,8 @@ class Run:
         result = {
             "format": FORMAT,
             **{name: settings[name] for name in _IN_RESULT},
-            **{"gpu": self.place.label, "seed": self.seed},
+            "gpu": self.place.label,
+            "seed": self.seed,
             "iterations": self.total,  # the intended length if the run diverged
             "epochs": self.total / self.data.batches_per_epoch,
             "time_s": mean_ms * self.total / 1e3,
@@ -274,20 +302,18 @@ class Run:
                 **{name: settings[name] for name in settings if name not in _NO_CONDITION},
                 **self.data.describe(),
                 **self.variant.policy,
-                **{"world_size": self.world.size, "device": device_name(self.device)},
-                **{"torch": str(torch.__version__), "ampfuse": ampfuse.__version__},
+                "world_size": self.world.size,
+                "device": device_name(self.device),
+                "torch": str(torch.__version__),
+                "ampfuse": ampfuse.__version__,
                 "cuda": torch.version.cuda,
             },
-            **{"intervals": record.intervals, "evaluations": record.evaluations},
+            "intervals": record.intervals,
+            "evaluations": record.evaluations,
             "finished": now.isoformat(timespec="seconds"),
         }
         # NaN and infinity, which JSON does not have, become None.
         return json.loads(json.dumps(result), parse_constant=lambda name: None)
-
-
-_IN_RESULT = ("recipe", "experiment", "model", "variant", "batch_size", "optimizer", "repeat")
-_NO_CONDITION = {*_IN_RESULT, "repeats", "seed", "iterations", "epochs", "print_freq", "evaluate"}
-_NO_CONDITION |= {"synthetic_size"}
 
 
 def lr_factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> float:
@@ -306,141 +332,3 @@ def mean_of_finite(losses: Sequence[float]) -> float | None:
     """The mean without inf and NaN of skipped steps; None if nothing is left."""
     finite_ones = [loss for loss in losses if math.isfinite(loss)]
     return statistics.fmean(finite_ones) if finite_ones else None
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------
-
-
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read `path`. Nothing in it is executed: it may come from anywhere."""
-    try:
-        values = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
-        if values["format"] != FORMAT:
-            raise ValueError("of another format")
-        return {**values, "name": path.stem, "record": Record(**values["record"])}
-    except OSError as error:
-        raise UsageError(f"--resume '{path}': {error.strerror}") from error
-    # torch raises nearly anything for a damaged file, and advises to execute its contents.
-    except Exception as error:
-        what = f"{path} is damaged or not a checkpoint of this version"
-        raise UsageError(f"--resume: {what}") from error
-
-
-def position(runs: Sequence[Settings], resume: dict[str, Any], world: World) -> int:
-    """The index of the run that the checkpoint continues (it may be longer now); those before it
-    are done."""
-    free = dict.fromkeys(("epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"))
-    for index, run in enumerate(runs):
-        same = {**asdict(run), **free} == {**resume["settings"], **free}
-        if same and len(resume["rng"]) == world.size:
-            return index
-    raise UsageError("--resume: the checkpoint is from a run with other settings or processes")
-
-
-def _restore(variant: Variant, saved: dict[str, Any], rank: int) -> None:
-    """Restore `variant` and the random number generators from a checkpoint."""
-    states = saved["model"], saved["optimizer"]
-    distributed.load_states(variant.bare_model, variant.optimizer, *states)
-    variant.scaler.load_state_dict(saved["scaler"])
-    for group in variant.optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # a captured step reads it from its device
-            group["lr"] = group["lr"].to(variant.device)
-    rng = saved["rng"][rank]
-    torch.set_rng_state(rng["cpu"])
-    if "cuda" in rng and variant.device.type == "cuda":
-        torch.cuda.set_rng_state(rng["cuda"], variant.device)
-
-
-# ---- a command -----------------------------------------------------------------------------------
-
-
-def sweep(script: Script, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Train what `argv` (default: ``sys.argv``) asks for, and return the exit status
-    (docs/experiments.md). Errors of the user are one line and status 2."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    prog = prog or f"python -m ampfuse.experiments.{script.name}"
-    args = parse(script, argv, prog)
-    left = "finished runs have saved their results; --resume continues from a checkpoint"
-    return status_of(lambda: _sweep(script, args, shlex.join([*prog.split(), *argv])), prog, left)
-
-
-def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
-    check_installed("experiments", "torchvision", "timm", "tqdm", "sklearn")
-    world = World.of_environment()
-    if world.size > 1 and not script.distributed:
-        raise UsageError(f"{script.name} trains in one process; only imagenet supports torchrun")
-    by_rank = world.size > 1 and args.device in ("auto", "cuda") and torch.cuda.is_available()
-    device = choose_device(f"cuda:{world.local_rank}" if by_rank else args.device)
-    resume = load_checkpoint(args.resume) if args.resume else None
-    todo = runs_of(args, script, device)
-    if args.data not in (None, *MADE_UP) and not Path(args.data).expanduser().is_dir():
-        raise UsageError(f"--data {args.data}: no such folder; create it to download into it")
-    label = file_name(args.GPU or device_name(device))
-    place = Place(device, world, args.output / label, label, bool(args.checkpoints), args.prof > 0)
-    check_writable("--output", place.folder)
-    todo = todo[position(todo, resume, world) :] if resume else todo
-    say = (lambda text: None) if world.rank else print
-    say(f"{script.title} {todo[0].data} data, on {device_name(device)}, torch {torch.__version__}.")
-    results: list[Result] = []
-    with world.connected(device):
-        for result in train_all(todo, place, resume, command):
-            results.append(result)
-            say(line(result, todo[0].repeats))
-    say(f"{table(rows_of(results))}\nResults: {place.folder.absolute()}")
-    return _DIVERGED if any(result["diverged"] for result in results) else 0
-
-
-def train_all(
-    todo: Sequence[Settings], place: Place, resume: dict[str, Any] | None = None, command: str = ""
-) -> Iterator[Result]:
-    """Train the runs `todo`, the first one from `resume`, and write their result files. Ctrl-C
-    prints how `command` continues."""
-    for of in todo:
-        # With the time, so that no run replaces another's files.
-        length = f"i{of.iterations}" if of.iterations else f"e{of.epochs}"
-        when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
-        parts = [of.experiment, of.model, of.variant, f"b{of.batch_size}", length, f"r{of.repeat}"]
-        name = resume["name"] if resume else file_name("-".join([*parts, when]))
-        name = place.world.gather(name)[0]
-        data = open_data(of, place.device, place.world.rank, place.world.size)
-        run, diverged = Run(of, data, place, name, resume), None
-        try:
-            run.train()
-        except Diverged as error:
-            diverged = error
-        except KeyboardInterrupt:
-            if place.world.rank == 0 and (saved := Path(f"{run.stem}.pt")).is_file():
-                print(f"\nTo continue: {command} --resume {shlex.quote(str(saved))}")
-            raise
-        result, resume = run.result(diverged), None
-        if place.folder and place.world.rank == 0:
-            text = json.dumps(result, indent=1, allow_nan=False)
-            write(place.folder / f"{name}.json", f"{text}\n".encode())
-        yield result
-
-
-def line(result: Result, repeats: int = 1) -> str:
-    """One run of `repeats` as one line."""
-    name = f"{result['model']} {result['variant']} batch {result['batch_size']}"
-    name += f", {result['repeat'] + 1} of {repeats}" if repeats > 1 else ""
-    if why := result["diverged"]:
-        return (
-            f"{name} diverged in step {why['step']}: {why['reason']}. Loss scale: "
-            f"{result['loss_scale']:.10g}.\n  Try a lower --lr, --loss-scale dynamic, or BF16. O3 "
-            "has neither FP32 masters nor a loss scale: try O2.\n"
-            "  To find the first inf or NaN, wrap the step in amp.explain_overflow(model)."
-        )
-    return f"{name}: " + ", ".join(t.format(result[n]) for n, t in _FIGURES.items() if result[n])
-
-
-_FIGURES = {"images_per_s": "{:,.1f} images/s", "loss_last": "loss {:.4f}"}
-_FIGURES |= {"test_loss": "test loss {:.4f}", "accuracy_pct": "test accuracy {:.1f}%"}
-_FIGURES |= {"skipped_steps": "{} steps skipped"}
-_COLUMNS = ("variant", "batch size", "step, ms", "images/s", "memory, MB", "loss last")
-_COLUMNS += ("accuracy, %", "skipped", "scale", "outcome")
-
-
-def table(rows: Sequence[Row], columns: Sequence[str] = _COLUMNS) -> str:
-    """The `rows` of a command, with explanations of their variants."""
-    meanings = {f"{r['variant']}: {VARIANTS[r['conditions']['precision']]}": None for r in rows}
-    return "\n".join(["", make_table.table(rows, columns), "", *meanings])

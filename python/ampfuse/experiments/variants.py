@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -39,8 +38,8 @@ def build_variant(
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean squared error; the target of an image (digits, MNIST) is its class as a vector."""
     if not targets.is_floating_point():
-        targets = F.one_hot(targets, outputs.shape[1]).to(outputs.dtype)
-    return F.mse_loss(outputs, targets)
+        targets = nn.functional.one_hot(targets, outputs.shape[1]).to(outputs.dtype)
+    return nn.functional.mse_loss(outputs, targets)
 
 
 class Variant:

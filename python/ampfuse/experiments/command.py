@@ -1,0 +1,145 @@
+"""The commands that train: their runs one after another, result files, and the table at the end."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampfuse.command_line import UsageError, check_installed, check_writable, status_of
+from ampfuse.devices import choose_device, device_name
+from ampfuse.experiments import make_table
+from ampfuse.experiments.data import open_data
+from ampfuse.experiments.distributed import World
+from ampfuse.experiments.results import FORMAT, Result, file_name, rows_of, write
+from ampfuse.experiments.settings import MADE_UP, Script, Settings, parse, runs_of
+from ampfuse.experiments.training import Diverged, Place, Record, Run
+
+_DIVERGED = 3  # exit status; the others are in status_of()
+# What the line of a run reports of its result.
+_REPORTED = {
+    "images_per_s": "{:,.1f} images/s",
+    "loss_last": "loss {:.4f}",
+    "test_loss": "test loss {:.4f}",
+    "accuracy_pct": "test accuracy {:.1f}%",
+    "skipped_steps": "{} steps skipped",
+}
+
+
+def sweep(script: Script, argv: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Train what `argv` (default: ``sys.argv``) asks for, and return the exit status
+    (docs/experiments.md). Errors of the user are one line and status 2."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    prog = prog or f"python -m ampfuse.experiments.{script.name}"
+    args = parse(script, argv, prog)
+    left = "finished runs have saved their results; --resume continues from a checkpoint"
+    return status_of(lambda: _sweep(script, args, shlex.join([*prog.split(), *argv])), prog, left)
+
+
+def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
+    check_installed("experiments", "torchvision", "timm", "tqdm", "sklearn")
+    world = World.of_environment()
+    if world.size > 1 and not script.distributed:
+        raise UsageError(f"{script.name} trains in one process; only imagenet supports torchrun")
+    by_rank = world.size > 1 and args.device in ("auto", "cuda") and torch.cuda.is_available()
+    device = choose_device(f"cuda:{world.local_rank}" if by_rank else args.device)
+    resume = load_checkpoint(args.resume) if args.resume else None
+    todo = runs_of(args, script, device)
+    if args.data not in (None, *MADE_UP) and not Path(args.data).expanduser().is_dir():
+        raise UsageError(f"--data {args.data}: no such folder; create it to download into it")
+    label = file_name(args.GPU or device_name(device))
+    place = Place(device, world, args.output / label, label, bool(args.checkpoints), args.prof > 0)
+    check_writable("--output", place.folder)
+    todo = todo[position(todo, resume, world) :] if resume else todo
+    say = (lambda text: None) if world.rank else print
+    say(f"{script.title} {todo[0].data} data, on {device_name(device)}, torch {torch.__version__}.")
+    results: list[Result] = []
+    with world.connected(device):
+        for result in train_all(todo, place, resume, command):
+            results.append(result)
+            say(report(result, todo[0].repeats))
+    rows = rows_of(results)
+    say(f"\n{make_table.table(rows, make_table.TRAINED)}\n\n{make_table.explained(rows)}")
+    say(f"Results: {place.folder.absolute()}")
+    return _DIVERGED if any(result["diverged"] for result in results) else 0
+
+
+def train_all(
+    todo: Sequence[Settings], place: Place, resume: dict[str, Any] | None = None, command: str = ""
+) -> Iterator[Result]:
+    """Train the runs `todo`, the first one from `resume`, and write their result files. Ctrl-C
+    prints how `command` continues."""
+    for of in todo:
+        # With the time, so that no run replaces another's files.
+        length = f"i{of.iterations}" if of.iterations else f"e{of.epochs}"
+        when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+        parts = [of.experiment, of.model, of.variant, f"b{of.batch_size}", length, f"r{of.repeat}"]
+        name = resume["name"] if resume else file_name("-".join([*parts, when]))
+        name = place.world.gather(name)[0]
+        data = open_data(of, place.device, place.world.rank, place.world.size)
+        run, diverged = Run(of, data, place, name, resume), None
+        try:
+            run.train()
+        except Diverged as error:
+            diverged = error
+        except KeyboardInterrupt:
+            if place.world.rank == 0 and (saved := Path(f"{run.stem}.pt")).is_file():
+                print(f"\nTo continue: {command} --resume {shlex.quote(str(saved))}")
+            raise
+        result, resume = run.result(diverged), None
+        if place.folder and place.world.rank == 0:
+            text = json.dumps(result, indent=1, allow_nan=False)
+            write(place.folder / f"{name}.json", f"{text}\n".encode())
+        yield result
+
+
+def report(result: Result, repeats: int = 1) -> str:
+    """One run of `repeats` as one line."""
+    name = f"{result['model']} {result['variant']} batch {result['batch_size']}"
+    name += f", {result['repeat'] + 1} of {repeats}" if repeats > 1 else ""
+    if why := result["diverged"]:
+        return (
+            f"{name} diverged in step {why['step']}: {why['reason']}. Loss scale: "
+            f"{result['loss_scale']:.10g}.\n  Try a lower --lr, --loss-scale dynamic, or BF16. O3 "
+            "has neither FP32 masters nor a loss scale: try O2.\n"
+            "  To find the first inf or NaN, wrap the step in amp.explain_overflow(model)."
+        )
+    return f"{name}: " + ", ".join(t.format(result[n]) for n, t in _REPORTED.items() if result[n])
+
+
+# ---- resuming ------------------------------------------------------------------------------------
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read `path`. Nothing in it is executed: it may come from anywhere."""
+    try:
+        values = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
+        if values["format"] != FORMAT:
+            raise ValueError("of another format")
+        return {**values, "name": path.stem, "record": Record(**values["record"])}
+    except OSError as error:
+        raise UsageError(f"--resume '{path}': {error.strerror}") from error
+    # torch raises nearly anything for a damaged file, and advises to execute its contents.
+    except Exception as error:
+        what = f"{path} is damaged or not a checkpoint of this version"
+        raise UsageError(f"--resume: {what}") from error
+
+
+def position(runs: Sequence[Settings], resume: dict[str, Any], world: World) -> int:
+    """The index of the run that the checkpoint continues (it may be longer now); those before it
+    are done."""
+    free = dict.fromkeys(("epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"))
+    for index, run in enumerate(runs):
+        same = {**asdict(run), **free} == {**resume["settings"], **free}
+        if same and len(resume["rng"]) == world.size:
+            return index
+    raise UsageError("--resume: the checkpoint is from a run with other settings or processes")
