@@ -130,10 +130,9 @@ class TestFirstCell:
         [
             (None, ["--only-binary=ampfuse", "ampfuse[experiments]"]),
             ("git+https://a.org/b@v1", ["ampfuse[experiments] @ git+https://a.org/b@v1"]),
-            # The whole path: pip takes a bare "checkout[experiments]" for a name on PyPI.
-            ("checkout", ["HERE/checkout[experiments]"]),
-            ("checkout/..", ["HERE[experiments]"]),
-            ("ampfuse-0.2.0-cp313.whl", ["HERE/ampfuse-0.2.0-cp313.whl[experiments]"]),
+            ("checkout", ["ampfuse[experiments] @ HERE/checkout"]),
+            ("checkout/..", ["ampfuse[experiments] @ HERE"]),
+            ("ampfuse-0.2.0-cp313.whl", ["ampfuse[experiments] @ HERE/ampfuse-0.2.0-cp313.whl"]),
         ],
     )
     def test_installs(self, machine, source, arguments, tmp_path, capsys):
@@ -143,7 +142,7 @@ class TestFirstCell:
         Path("ampfuse-0.2.0-cp313.whl").touch()
         if source:
             self.environ["AMPFUSE_SOURCE"] = source
-        here = str(tmp_path.resolve())
+        here = tmp_path.resolve().as_uri()
         assert self.installed() == [[argument.replace("HERE", here) for argument in arguments]]
         assert capsys.readouterr().out == "torch 2.11.0+cu128, Tesla T4\nthe report\n"
 
@@ -161,7 +160,7 @@ class TestFirstCell:
 
     def test_says_that_there_is_no_gpu(self, machine, capsys):
         machine.setattr(torch.cuda, "is_available", lambda: False)
-        machine.setattr(torch, "ones", None)  # nothing may be asked of a GPU
+        machine.setattr(torch, "ones", lambda *_, device: {"cpu": 1}[device])
         assert self.installed()
         assert capsys.readouterr().out.startswith("torch 2.11.0+cu128, no NVIDIA GPU")
 
@@ -186,11 +185,10 @@ class TestFirstCell:
         assert not self.commands
         assert capsys.readouterr().out == "torch 2.11.0+cu128, Tesla P100-PCIE-16GB\n"
 
-    def test_a_failure_shows_what_pip_said(self, machine, capsys):
+    def test_a_failure_shows_what_pip_said(self, machine):
         self.refused = "install"
-        with pytest.raises(subprocess.CalledProcessError):
+        with pytest.raises(RuntimeError, match=r"^what pip said$"):
             self.run_cell()
-        assert "what pip said" in capsys.readouterr().out
 
 
 # ---- as run --------------------------------------------------------------------------------------
@@ -254,9 +252,9 @@ TEXTS = {
     ],
     "e1_vgg16_cifar10": [],
     "e2_levels": [
-        r"O3 at lr 60: diverged",
-        r"O3 has neither FP32 masters nor a loss scale",
-        r"O2 at lr 0.1: did not diverge",
+        r"small updates vanish.+= 1\.0",
+        r"small gradients vanish.+= 0\.0",
+        r"variances overflow.+= inf",
     ],
     "e5_native_amp": [
         r" workers +loader +[\d,]+ images/s",
