@@ -208,14 +208,7 @@ def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -
         axes.set_xlim(-0.6, len(names) - 0.4)  # also where a run diverged
 
 
-_MODELS = {
-    "vgg16": "VGG16",
-    "wrn28_10": "WRN-28-10",
-    "resnet18": "ResNet-18",
-    "resnet50": "ResNet-50",
-    "mlp": "MLP",
-    "mnist_cnn": "CNN",
-}
+_MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "mlp": "MLP", "mnist_cnn": "CNN"}
 _DATA = {"cifar10": "CIFAR-10", "mnist": "MNIST", "imagenet": "ImageNet", "digits": "digits"}
 
 
@@ -227,7 +220,7 @@ def _title_of(rows: Sequence[Row]) -> str:
         synthetic, kind = of["data"] == "synthetic", of["kind"]
         data.append("synthetic " * synthetic + _DATA.get(kind if synthetic else of["data"], kind))
     on = f" on {listed(_distinct(data))}" if data else ", published figures"
-    return _MODELS.get(model, model) + on
+    return _MODELS.get(model, model.replace("resnet", "ResNet-")) + on
 
 
 main = functools.partial(run_alone, sys.modules[__name__])

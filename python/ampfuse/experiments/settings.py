@@ -31,12 +31,7 @@ VARIANTS = {
 LEVELS = tuple(VARIANTS)[4:]
 HALF_LEVELS = ("O2", "O3", "O5")  # with half weights
 # Precision and loss scale of E1's --mode, and of E4's --fp16.
-_PUBLISHED = {
-    "FP32": ("fp32", None),
-    "FP16": ("O2", 128.0),
-    "amp": ("O1", None),
-    "fp16": ("O2", 1.0),
-}
+_MODES = {"FP32": ("fp32", None), "FP16": ("O2", 128.0), "amp": ("O1", None), "fp16": ("O2", 1.0)}
 MADE_UP = ("digits", "synthetic")  # data without a folder
 
 
@@ -219,7 +214,7 @@ def _variants(args: argparse.Namespace, device: torch.device) -> list[dict[str, 
     """Name, precision and loss scale of each, from our flags or the published scripts'."""
     loss_scale = args.loss_scale or args.static_loss_scale
     if name := args.mode or ("fp16" if args.fp16 else None):
-        precision, published_scale = _PUBLISHED[name]
+        precision, published_scale = _MODES[name]
         loss_scale = loss_scale or published_scale
         precision = args.opt_level or precision
         return [{"variant": name, "precision": precision, "loss_scale": loss_scale}]
