@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ampfuse.command_line import UsageError, check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.results import RECIPES, Figure, Row
+from ampfuse.experiments.results import RECIPES, Row, Statistic
 from ampfuse.experiments.settings import VARIANTS
 
 
@@ -103,7 +103,7 @@ def _shown(row: Row, name: str, factor: float = 1.0) -> str:
     """The cell of field `name`: a word or a number, measured ones with four significant digits;
     mean and deviation of repeats."""
     value = getattr(row, name)
-    mean, std = value if isinstance(value, Figure) else (value, None)
+    mean, std = value if isinstance(value, Statistic) else (value, None)
     if mean is None or isinstance(mean, str):
         return mean or ""
     places = 6

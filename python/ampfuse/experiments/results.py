@@ -30,14 +30,14 @@ TITLES = {
 VARIANT_ORDER = "FP32 fp32 tf32 FP16 fp16 amp amp-fp16 amp-bf16 O0 O1 O2 O3 O4 O5".split()
 
 
-class Figure(NamedTuple):
+class Statistic(NamedTuple):
     """The mean over the repeats, and their sample standard deviation."""
 
     mean: float | None = None
     std: float | None = None
 
 
-_NONE = Figure()
+_NONE = Statistic()
 
 
 @dataclass(kw_only=True)
@@ -48,23 +48,23 @@ class Row:
     have in common, and `runs` their result files. Diverged runs only count for memory.
     """
 
-    source: str = "published"
-    recipe: str | None = None
-    experiment: str = ""
-    model: str = ""
+    source: str  # "measured" or "published"
+    recipe: str | None
+    experiment: str
+    model: str
     gpu: str = ""
-    variant: str = ""
+    variant: str
     batch_size: int | None = None
     optimizer: str | None = None
     iterations: int | None = None
     epochs: float | None = None
     platform: str | None = None
-    time_s: Figure = _NONE
-    memory_mb: Figure = _NONE
-    accuracy_pct: Figure = _NONE
-    images_per_s: Figure = _NONE
-    loss_last: Figure = _NONE
-    loss_mean: Figure = _NONE
+    time_s: Statistic = _NONE
+    memory_mb: Statistic = _NONE
+    accuracy_pct: Statistic = _NONE
+    images_per_s: Statistic = _NONE
+    loss_last: Statistic = _NONE
+    loss_mean: Statistic = _NONE
     images_per_s_min: float | None = None
     images_per_s_max: float | None = None
     n: int | None = None
@@ -80,7 +80,7 @@ class Row:
 
 
 # The fields that have a mean and a deviation, and those that repeats have in common.
-_FIGURES = [column.name for column in fields(Row) if isinstance(column.default, Figure)]
+_STATISTICS = [column.name for column in fields(Row) if isinstance(column.default, Statistic)]
 _SHARED = "recipe experiment model gpu variant batch_size optimizer iterations epochs".split()
 
 
@@ -90,7 +90,7 @@ def records(rows: Iterable[Row]) -> list[dict[str, Any]]:
     for row in rows:
         record: dict[str, Any] = {}
         for name, value in vars(row).items():
-            if isinstance(value, Figure):
+            if isinstance(value, Statistic):
                 record |= {f"{name}_mean": value.mean, f"{name}_std": value.std}
             elif name not in ("conditions", "runs"):
                 record[name] = value
@@ -104,8 +104,8 @@ def published(recipe: str) -> list[Row]:
     rows = []
     for line in csv.DictReader(file.read_text().splitlines()):
         cells: dict[str, Any] = {name: _value(text) for name, text in line.items() if text}
-        for name in _FIGURES:
-            cells[name] = Figure(*(cells.pop(f"{name}_{of}", None) for of in Figure._fields))
+        for name in _STATISTICS:
+            cells[name] = Statistic(*(cells.pop(f"{name}_{of}", None) for of in Statistic._fields))
         rows.append(Row(**cells))
     return rows
 
@@ -167,7 +167,7 @@ def _row_of(runs: list[Result]) -> Row:
     return Row(
         source="measured",
         **{name: last[name] for name in _SHARED},
-        **{name: _figure(runs if name == "memory_mb" else sound, name) for name in _FIGURES},
+        **{name: _statistic(runs if name == "memory_mb" else sound, name) for name in _STATISTICS},
         images_per_s_min=min((run["images_per_s_min"] for run in timed), default=None),
         images_per_s_max=max((run["images_per_s_max"] for run in timed), default=None),
         n=len(runs),
@@ -182,10 +182,10 @@ def _row_of(runs: list[Result]) -> Row:
     )
 
 
-def _figure(runs: list[Result], name: str) -> Figure:
+def _statistic(runs: list[Result], name: str) -> Statistic:
     values = [run[name] for run in runs if run[name] is not None]
     mean = statistics.fmean(values) if values else None
-    return Figure(mean, statistics.stdev(values) if values[1:] else None)
+    return Statistic(mean, statistics.stdev(values) if values[1:] else None)
 
 
 # ---- choosing ------------------------------------------------------------------------------------

@@ -197,9 +197,10 @@ def runs_of(args: argparse.Namespace, script: Script, device: torch.device) -> l
     recipe = next((recipe for recipe in recipes if args.model in recipe.models), recipes[0])
     model = args.model or recipe.models[0]
     flags = {n: v for n, v in vars(args).items() if n in FIELDS and v is not None}
-    flags |= {"data": data, "experiment": script.name, "model": model}
-    flags["recipe"] = recipe.name if model in recipe.models else None
-    flags |= {"iterations": args.prof} if args.prof else {}
+    name = recipe.name if model in recipe.models else None
+    flags |= {"data": data, "experiment": script.name, "model": model, "recipe": name}
+    if args.prof:
+        flags["iterations"] = args.prof
     variants, runs = _variants(args, device), []
     for size in dict.fromkeys(flags.pop("batch_size", [None])):
         flags |= {"batch_size": size} if size else {}
