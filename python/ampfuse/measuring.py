@@ -133,7 +133,9 @@ def _peak_bytes(profiler: torch.profiler.profile) -> int:
     address. Such a release does not count.
     """
     assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.experimental_event_tree()
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    events = results.experimental_event_tree()
     blocks = [event for event in _with_children(events) if event.tag == _EventType.Allocation]
     allocated = peak = 0
     addresses = set()
