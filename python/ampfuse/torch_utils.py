@@ -1,7 +1,10 @@
 """Small helpers for torch: types, reading without waiting, ``torch.compile``, private functions.
 
-All private functions of torch that amp uses are here, so that a new release of torch is checked in
-one place. CI tests them with torch 2.11, 2.13 and 2.15 (``dependency-groups`` in pyproject.toml).
+What levels need of torch's private tracing, dispatch and compiler is here, so that a new release of
+torch is checked here first. Three uses are elsewhere: amp/float32_output.py makes a subclass of
+Tensor, amp/grad_scaler.py extends torch's class by its internals, and pytree.py walks containers.
+Insight and the doctor look further into torch, where they do.
+CI tests all with torch 2.11, 2.13 and 2.15 (``dependency-groups`` in pyproject.toml).
 """
 
 from __future__ import annotations

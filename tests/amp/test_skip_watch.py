@@ -2,12 +2,14 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from amp_training import Training
 from ampfuse import amp
+from ampfuse.optim.last_step import LOOK, SkipWatch
 from cases import history_of_norms
 
 LIMIT = 20
@@ -39,6 +41,22 @@ def test_too_many_skipped_steps(level, optimizer, caplog):
     assert all(map(torch.equal, run.masters(), before))
     run.step(0)  # it trains on
     assert not all(map(torch.equal, run.masters(), before))
+
+
+@pytest.mark.parametrize("second", [4, 5, 6])
+def test_a_second_streak_of_skipped_steps_raises_too(second):
+    """Also if its beginning is not looked at, as on a GPU, and the first was longer."""
+    history, optimizer, watch = torch.zeros(10), SimpleNamespace(max_skipped_steps=3), SkipWatch()
+    fields = {"history": history, "last_bad_row": torch.tensor(-1)}
+    table = SimpleNamespace(inspector=SimpleNamespace(state_field=fields.get))
+    for streak in (5, second):
+        for step in range(1, LOOK + 1):
+            history[0] += 1  # steps
+            history[3] = max(0, step - (LOOK - streak))  # skipped in a row
+            if step < LOOK:
+                watch.after_step(optimizer, table, False, ())
+        with pytest.raises(RuntimeError, match=f"{streak} steps in a row"):
+            watch.after_step(optimizer, table, False, ())
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])

@@ -500,6 +500,13 @@ def test_kernels_tell_precision_and_units():
     ]
 
 
+def test_a_kernel_without_an_id_belongs_to_no_operation():
+    unknown = kernel("vectorized_elementwise_kernel", 20, 10, of=None)
+    del unknown["args"]["External id"]
+    profile = Profile([step_mark(0), host("aten::mm", 0, 9, **HALF_INPUTS), unknown, step_mark(99)])
+    assert [(event.parent, event.kind) for event in profile.device] == [(None, "memory")]
+
+
 def test_time_of_the_cpu_is_counted_once():
     """An operation's time is without that of those inside, but for what launching them takes."""
     copy = {"Input type": ["float", "float"], "Input Dims": [[4, 4]] * 2}

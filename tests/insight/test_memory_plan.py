@@ -411,3 +411,24 @@ def test_changes_that_do_not_apply():
     blocks = nn.Sequential(*(Picky(64) for _ in range(3)))
     plan = ampfuse.plan(blocks, torch.randn(512, 64), device="cpu")
     assert plan.notes == ["activation checkpointing could not be planned: no checkpointing here"]
+
+
+def test_a_change_that_saves_nothing_is_left_out_of_later_rows():
+    def make(params):
+        return ampfuse.optim.AdamW(params, state_dtype="bf16")
+
+    # Parameters of so few elements have FP32 states under "8bit".
+    held = ampfuse.plan(nn.Linear(32, 32), torch.randn(4, 32), make, device="cpu").held
+    assert '+ state_dtype="8bit"' not in held
+    after = held['+ no masters, rounding="stochastic"']
+    assert after["states"] == held["O5"]["states"]
+
+
+def test_each_change_is_compared_with_the_row_it_extends():
+    """Not with FP32, which holds less here: it needs no accumulators beside the gradients."""
+    options = {"accumulate": True, "device": "cpu"}
+    held = ampfuse.plan(nn.Linear(512, 512), torch.randn(4, 512), **options).held
+    split = held['+ master_weights="split"']["peak"]
+    assert held["O0"]["peak"] < split < held["O5"]["peak"]
+    plan = ampfuse.plan(nn.Linear(512, 512), torch.randn(4, 512), budget=split, **options)
+    assert plan.suggestion == 'O5 fits with master_weights="split".'

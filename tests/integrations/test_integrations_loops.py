@@ -295,6 +295,47 @@ def test_a_level_beside_mixed_precision_is_refused():
         initialize(accelerator, model, ADAMW(model.parameters()), "O5")
 
 
+def two_networks(calls, level="O2"):
+    """The states after steps of two networks, as of a GAN, initialized in one call or in two."""
+    accelerator = Accelerator(cpu=True)
+    models, optimizers = [Net(), Net()], []
+    for model in models:
+        optimizers.append(ADAMW(model.parameters(), lr=1e-2))
+    if calls == 1:
+        initialize(accelerator, models, optimizers, level, verbosity=0)
+    else:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            initialize(accelerator, model, optimizer, level, verbosity=0)
+    models = [accelerator.prepare(model) for model in models]
+    prepared = [accelerator.prepare(optimizer) for optimizer in optimizers]
+    for i, row in enumerate(rows(level)[: 8 * STEPS]):
+        batch = {"x": row["x"][None], "factor": row["factor"][None]}
+        accelerator.backward(models[i % 2](**batch)["loss"])
+        prepared[i % 2].step()
+        prepared[i % 2].zero_grad()
+    tracker = unittest.mock.Mock()
+    accelerator.trackers = [tracker]
+    accelerator.log({})
+    return [o.state_dict() for o in optimizers], tracker.log.call_args.args, accelerator.scaler
+
+
+def test_two_calls_for_one_accelerator_are_as_one():
+    one, two = two_networks(1), two_networks(2)
+    assert_same(two[:2], one[:2])
+    assert sum(one[1][0].values()) > 0
+    accelerator, model = two[2].accelerator, Net()
+    with pytest.raises(ValueError, match="Give all models and optimizers to one call"):
+        initialize(accelerator, model, ADAMW(model.parameters()), "O5", verbosity=0)
+    assert not hasattr(model, "_amp_casts")
+    log = accelerator.log
+    accelerator.free_memory()  # the next training
+    for kind in (torch.optim.RMSprop, ADAMW):  # the second takes over the weights of the first
+        optimizer = kind(model.parameters())
+        initialize(accelerator, model, optimizer, "O2", verbosity=0)
+        assert accelerator.scaler.optimizers == [optimizer]
+    assert accelerator.log is log
+
+
 class OfGPT2(ByTransformers):
     def set_up(self):
         super().set_up()

@@ -251,3 +251,10 @@ def test_a_head_tells_what_is_wrong():
     with pytest.raises(IndexError, match="target 5 is out of range"):
         linear_cross_entropy(x, weight, target)
     assert linear_cross_entropy(x[:0], weight, target[:0], reduction="sum") == 0
+
+
+@pytest.mark.parametrize("block_rows", [0, -1])
+def test_a_wrong_number_of_rows_of_a_block(block_rows):
+    x, weight, target = torch.randn(4, 8), torch.randn(5, 8), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"at least 1, or None; got {block_rows}"):
+        linear_cross_entropy(x, weight, target, block_rows=block_rows)

@@ -19,7 +19,7 @@ from typing import Any
 import ampfuse
 from ampfuse.hardware import core_count, cpu_flags, cpu_has_bf16, cpu_model, nvidia_driver
 
-_PACKAGES = ("torch", "numpy", "scikit-learn", "matplotlib", "rich", "triton")
+_PACKAGES = ("torch", "numpy", "scikit-learn", "matplotlib", "triton")
 # Instruction sets that ampfuse or torch picks code by, in Linux's names.
 _X86_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
 _ARM_FLAGS = ("asimd", "fphp", "asimdhp", "bf16", "sve")

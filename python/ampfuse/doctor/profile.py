@@ -189,7 +189,8 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
     """The events of the host and of the device, by start; with parents and times of their own."""
     host: list[Event] = []
     device: list[Event] = []
-    by_id, launchers = {}, {}
+    operations: dict[object, Event] = {}  # by the id that kernels refer to
+    launchers: dict[Event, object] = {}  # of a kernel, that id
     for record in records:
         category, facts = record.get("cat", ""), record.get("args", {})
         if record.get("ph", "X") != "X" or category not in _HOST | _DEVICE:
@@ -199,10 +200,12 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
         lists = (facts.get(name, []) for name in _INPUTS)
         event = Event(record["name"], category, start, end, thread, *lists)
         (device if on_device else host).append(event)
+        if (number := facts.get("External id")) is None:
+            continue
         if on_device:
-            launchers[event] = facts.get("External id")
+            launchers[event] = number
         elif category == "cpu_op":
-            by_id[facts.get("External id")] = event
+            operations[number] = event
     for events in (host, device):
         events.sort(key=lambda event: (event.start, -event.end))
     open_on: dict[object, list[Event]] = defaultdict(list)
@@ -215,7 +218,7 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
             event.parent.self_us -= min(event.end, event.parent.end) - event.start
         stack.append(event)
     for event in device:
-        event.parent, event.self_us = by_id.get(launchers[event]), event.end - event.start
+        event.parent, event.self_us = operations.get(launchers.get(event)), event.end - event.start
     return host, device
 
 

@@ -128,22 +128,23 @@ def plan(
     levels = ["O0", _FP32_LEVEL.get(opt_level), opt_level]
     for level in dict.fromkeys(level for level in levels if level):
         held[level] = training.held(level, {}, ())
-    options: dict[str, Any] = {}
-    passes: tuple[str, ...] = ()
+    # The row that the next change extends, its options and its changes of the model.
+    latest, options, passes = opt_level, dict[str, Any](), tuple[str, ...]()
     for change in CHANGES:
         if change.options and not (training.is_fused and opt_level in ("O2", "O5")):
             continue
         if change.model and not training.can(change.model):
             continue
-        options |= change.options
-        new = (*passes, change.model) if change.model else passes
+        new_options = options | change.options
+        new_passes = (*passes, change.model) if change.model else passes
         try:
-            found = training.held(opt_level, options, new)
+            row = training.held(opt_level, new_options, new_passes)
         except Exception as error:  # of the model's code, with the change
             training.notes[f"{change.name} could not be planned: {error}".splitlines()[0]] = None
             continue
-        if found["peak"] < min(row["peak"] for row in held.values()):
-            held[f"+ {change.name}"], passes = found, new
+        if row["peak"] < held[latest]["peak"]:
+            latest, options, passes = f"+ {change.name}", new_options, new_passes
+            held[latest] = row
     elements = sum(parameter.numel() for parameter in model.parameters())
     heading = f"{training.optimizer_name}, {elements:,} parameters, on {device}"
     heading += ", compiled" * compiled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate import Accelerator, DistributedType
@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from ampfuse import amp
 from ampfuse.amp import session as sessions
 from ampfuse.optim.base import count_skipped_steps
+from ampfuse.optim.masters import leaf_of
+from ampfuse.optim.param_groups import parameters
 
 
 def initialize(
@@ -26,9 +28,12 @@ def initialize(
     ``optimizer_step_was_skipped`` the host reads a flag of the device in each step that can be
     skipped. ``accelerator.log`` adds ``skipped_steps/nonfinite`` and ``skipped_steps/spike``.
 
+    A second call with the same level and options adds its models and optimizers to the training.
+    It begins another one after ``accelerator.free_memory()``, and where it trains the same weights.
+
     Raises:
-        ValueError: `accelerator` has a ``mixed_precision``, or FSDP. What else is wrong,
-            :func:`ampfuse.amp.initialize` says.
+        ValueError: `accelerator` has a ``mixed_precision``, or FSDP; or an earlier call had another
+            level or other options. What else is wrong, :func:`ampfuse.amp.initialize` says.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(
@@ -41,24 +46,59 @@ def initialize(
             f"The Accelerator has mixed_precision={accelerator.mixed_precision!r}, but the level "
             "already chooses the dtypes: create it with mixed_precision='no'."
         )
+    scaler, arguments = accelerator.scaler, {**options, "opt_level": opt_level}
+    is_first = not isinstance(scaler, _Scaler)
+    if is_first:
+        scaler = _Scaler(accelerator)
+    new = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    others = scaler.optimizers_beside(new)
+    if others and arguments != scaler.arguments:
+        raise ValueError(
+            f"initialize was called on this Accelerator before, with {scaler.arguments}, and now "
+            f"with {arguments}. Give all models and optimizers to one call: "
+            "initialize(accelerator, [model_a, model_b], [optimizer_a, optimizer_b]). Between two "
+            "trainings call accelerator.free_memory()."
+        )
     result = amp.initialize(models, optimizers, opt_level=opt_level, **options)
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    accelerator.scaler = _Scaler(accelerator, listed)
-    log = accelerator.log
-
-    def log_with_skips(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        log({**count_skipped_steps(listed), **values}, *args, **kwargs)
-
-    accelerator.log = log_with_skips
+    scaler.optimizers, scaler.arguments, scaler.is_over = [*others, *listed], arguments, False
+    if is_first:
+        accelerator.scaler = scaler
+        accelerator.log = scaler.with_skips(accelerator.log)
+        accelerator.free_memory = scaler.ended_by(accelerator.free_memory)
     return result
 
 
 @dataclasses.dataclass
 class _Scaler:
-    """The methods of a GradScaler that Accelerate calls, by ``scale_loss``."""
+    """The methods of a GradScaler that Accelerate calls, by ``scale_loss``.
+
+    `arguments` are those of ``initialize``. `is_over`: the next ``initialize`` begins a training.
+    """
 
     accelerator: Accelerator
-    optimizers: Sequence[Any]
+    optimizers: Sequence[Any] = ()
+    arguments: dict[str, Any] | None = None
+    is_over: bool = False
+
+    def optimizers_beside(self, new: Sequence[Any]) -> list[Any]:
+        """The earlier optimizers of this training that share no weight with the `new` ones."""
+        trained = {id(weight) for each in new for weight in _weights(each)}
+        earlier = [] if self.is_over else self.optimizers
+        return [one for one in earlier if not trained & set(map(id, _weights(one)))]
+
+    def with_skips(self, log: Callable[..., None]) -> Callable[..., None]:
+        def log_with_skips(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            log({**count_skipped_steps(self.optimizers), **values}, *args, **kwargs)
+
+        return log_with_skips
+
+    def ended_by(self, free_memory: Callable[..., Any]) -> Callable[..., Any]:
+        def end(*objects: Any) -> Any:
+            self.is_over = True
+            return free_memory(*objects)
+
+        return end
 
     def scale(self, loss: Tensor) -> Any:
         """Something to call ``backward`` of: a pass of all `optimizers`."""
@@ -85,3 +125,9 @@ class _Scaler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         amp.load_state_dict(state_dict, optimizer=self.optimizers[0])
+
+
+def _weights(optimizer: Any) -> list[Tensor]:
+    """The model's weights that `optimizer` trains."""
+    is_one = isinstance(optimizer, Optimizer)  # else amp.initialize says what it takes
+    return [leaf_of(each) for each in parameters(optimizer)] if is_one else []

@@ -448,8 +448,10 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: `target` has another shape than `x` without its last dimension, or the wrong
-            type; what :func:`ampfuse.nn.cross_entropy` raises.
+            type; `block_rows` is below 1; what :func:`ampfuse.nn.cross_entropy` raises.
     """
+    if block_rows is not None and block_rows < 1:
+        raise ValueError(f"block_rows must be at least 1, or None; got {block_rows}.")
     if target.shape != x.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(
             f"target must be int64 of shape {tuple(x.shape[:-1])}, that of x without the last "

@@ -126,7 +126,9 @@ class SkipWatch:
                 "%s %d of %d steps so far.", _reason(history, optimizer, where), now, history.steps
             )
         limit = optimizer.max_skipped_steps
-        if limit is not None and history.in_a_row // limit > seen.in_a_row // limit:
+        # How many of this streak the previous look saw: none if a step was applied since.
+        earlier = max(history.in_a_row - (history.steps - seen.steps), 0)
+        if limit is not None and history.in_a_row // limit > earlier // limit:
             raise RuntimeError(_too_many(history, where))
 
 
