@@ -1,4 +1,4 @@
-"""Small helpers for torch: types, reading without waiting, ``torch.compile``, private functions.
+"""Small helpers for torch: types, reading without waiting, wrapped modules, private functions.
 
 What levels need of torch's private tracing, dispatch and compiler is here, so that a new release of
 torch is checked here first. Three uses are elsewhere: amp/float32_output.py makes a subclass of
@@ -10,11 +10,12 @@ CI tests all with torch 2.11, 2.13 and 2.15 (``dependency-groups`` in pyproject.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame as _dynamo
 from torch._guards import TracingContext as TracingContext
 from torch._subclasses import fake_tensor, functional_tensor
@@ -77,6 +78,44 @@ class Sample:
 def is_captured(number: Tensor) -> bool:
     """Whether a CUDA graph is being captured, during which `number` cannot be read."""
     return number.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# ---- modules, and what wraps them ---------------------------------------------------------------
+
+
+class WrappedForward:
+    """Mixed into the class of a module whose ``forward`` runs around its original class's.
+
+    Such a class has two bases, this (or a subclass) and the original class. A ``forward`` that hung
+    on the instance, and hid the class's, is the attribute ``_amp_inner_forward``.
+    """
+
+
+def original_class(wrapping: type) -> type:
+    """The class around whose ``forward`` a :class:`WrappedForward` runs."""
+    return wrapping.__bases__[1]
+
+
+def eager_module(model: nn.Module) -> nn.Module:
+    """`model`, or the module inside the wrapper that ``torch.compile`` put around it.
+
+    For a proxy, the module that it stands for.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # importing it takes a second; a wrapper already has
+    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+        return model._orig_mod
+    if is_proxy(model):  # the first of its modules() is the root of what it stands for
+        return next(iter(model.modules()), model)
+    return model
+
+
+def is_proxy(model: nn.Module) -> bool:
+    """True for an object that passes for a module (its ``__class__`` is a property) without being
+    one.
+
+    Assigning its ``__class__`` would reach another object.
+    """
+    return not issubclass(type(model), nn.Module)
 
 
 # ---- private functions of torch ------------------------------------------------------------------

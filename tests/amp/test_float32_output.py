@@ -309,9 +309,9 @@ def test_a_look_without_gradients_keeps_no_fp32_copy(look, mode):
     output = initialized()(X)
     with mode():
         look(output)
-    assert output._memory.float32 is None
+    assert output.memory.float32 is None
     output.exp()
-    assert output._memory.float32 is not None
+    assert output.memory.float32 is not None
 
 
 # --- functions of the whole model ---------------------------------------------------------------
@@ -417,6 +417,14 @@ def test_a_parameter_that_is_returned_is_copied_at_once():
     optimizer.step()
     assert torch.equal(whole, before)
     assert torch.equal(view, before.t())
+
+
+def test_an_output_that_its_model_made_in_place_may_be_read_in_float32_first():
+    output = returning(lambda y: y.relu_())(X)
+    values = torch.from_numpy(output.detach().numpy())  # from here on it has FP32 memory
+    assert torch.equal(output.clone(), values)
+    assert torch.equal(output.amax(), values.amax())
+    assert torch.equal(ce(output), ce(values))
 
 
 def test_an_output_that_its_model_changes_later_is_an_error():

@@ -81,15 +81,21 @@ def _autocast_off() -> Iterator[None]:
 forward_ran = False  # whether a model at O1 or O4 ran since the latest ``initialize``
 
 
-def note_forward(ran: bool = True) -> None:
-    """Note that a forward begins, or with ``ran=False`` a training. Compiles to one store."""
+def mark_forward() -> None:
+    """A ``forward`` begins. Compiles to one store."""
     global forward_ran
-    forward_ran = ran
+    forward_ran = True
+
+
+def reset_forward() -> None:
+    """A training begins, of which no ``forward`` ran yet."""
+    global forward_ran
+    forward_ran = False
 
 
 def casts_are_disabled() -> bool:
     """True in this thread inside :func:`disable_casts`."""
-    return getattr(thread, "disabled", 0) > 0
+    return thread.disabled > 0
 
 
 @contextlib.contextmanager

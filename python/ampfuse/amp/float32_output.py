@@ -51,7 +51,7 @@ class Memory:
     """Storage shared by a tensor and its views: half data until first FP32 access, then FP32 data.
 
     Attributes:
-        half: the half data; None once `float32` exists.
+        half: the half data; None once `float32` exists, and while `make` has not been called.
         float32: laid out in memory as `half`.
         make: computes `float32` where there is no half data.
         source: how a fused loss computes from data that `make` would compute; see output_rules.py.
@@ -67,12 +67,18 @@ class Memory:
         self.version = _version(half)
 
     @property
-    def data(self) -> Tensor | None:
+    def present(self) -> Tensor | None:
         """The tensor that holds the values now; None while `make` would compute them."""
         return self.half if self.float32 is None else self.float32
 
+    def data(self) -> Tensor:
+        """The half data, or the FP32 data that replaced it or that `make` computes."""
+        half = self.checked_half()
+        return self.widen() if half is None else half
+
     def checked_half(self) -> Tensor | None:
-        if _version(self.half) != self.version:
+        """The half data, or None. Raises RuntimeError if the model has written to it."""
+        if self.half is not None and _version(self.half) != self.version:
             raise RuntimeError(
                 "The model modified one of its outputs in place after returning it and before it "
                 "was read. Return a clone() of it, or pass cast_model_outputs=torch.float32 to "
@@ -82,7 +88,7 @@ class Memory:
 
     def is_functional(self) -> bool:
         """Whether it belongs to a graph that AOTAutograd traces."""
-        data = self.data
+        data = self.present
         if data is None and self.source is not None:
             data = self.source.rows
         return isinstance(data, FunctionalTensor)
@@ -127,7 +133,7 @@ class Float32Output(Tensor):
     that shares it.
     """
 
-    _memory: Memory
+    memory: Memory
 
     @classmethod
     def of(cls, half: Tensor) -> Float32Output:
@@ -142,25 +148,21 @@ class Float32Output(Tensor):
                 cls, like.size(), like.stride(), offset, dtype=torch.float32, device=like.device
             )
         refuse_memory_access(self, _NO_MEMORY)
-        self._memory = memory
+        self.memory = memory
         return self
-
-    def memory(self) -> Tensor | None:
-        """The tensor that holds its data at present, half or float32."""
-        return self._memory.data
 
     def half_data(self) -> Tensor | None:
         """The half data of this view; None once there is FP32 memory."""
-        half = self._memory.checked_half()
+        half = self.memory.checked_half()
         return None if half is None else self._view_of(half)
 
     def float32_data(self, keep: bool) -> Tensor:
         """The FP32 data of this view; with `keep` it becomes the tensor's memory."""
-        if self._memory.float32 is None and not keep:
+        if self.memory.float32 is None and not keep:
             half = self.half_data()
             if half is not None:
                 return half.float()
-        return self._view_of(self._memory.widen())
+        return self._view_of(self.memory.widen())
 
     def _view_of(self, base: Tensor) -> Tensor:
         size, stride, offset = self.size(), self.stride(), self.storage_offset()
@@ -178,7 +180,7 @@ class Float32Output(Tensor):
             if func is F.cross_entropy and not is_under_forward_ad():
                 return cross_entropy(*args, **kwargs)
             # A graph returns no views of its inputs.
-            if func in _VIEWS and _is_traced(args[0]) and args[0]._memory.is_input:
+            if func in _VIEWS and _is_traced(args[0]) and args[0].memory.is_input:
                 args = (torch.ops.ampfuse.float32(args[0]), *args[1:])
             return func(*args, **kwargs)
 
@@ -202,19 +204,18 @@ class Float32Output(Tensor):
         Graph outputs that require grad are flattened as FP32: the dtype of their gradient is
         unknown at trace time.
         """
-        if self.requires_grad and not self._memory.is_input and self._memory.is_functional():
+        if self.requires_grad and not self.memory.is_input and self.memory.is_functional():
             with FunctionalTensorMode():
-                self._memory.widen()
+                self.memory.widen()
             return ["data_in_memory"], None
-        return ["data_in_memory"], self._memory.half is not None
+        return ["data_in_memory"], self.memory.half is not None
 
     @property
     def data_in_memory(self) -> Tensor:
         """The half data, or the FP32 data that replaced it."""
-        is_traced = self._memory.is_functional()
+        is_traced = self.memory.is_functional()
         with FunctionalTensorMode() if is_traced else contextlib.nullcontext():
-            half = self.half_data()
-            return self.float32_data(keep=True) if half is None else half
+            return self._view_of(self.memory.data())
 
     @classmethod
     def __tensor_unflatten__(cls, data: Any, is_half: Any, size: Any, stride: Any) -> Any:
@@ -243,7 +244,7 @@ class Float32Output(Tensor):
             new = Float32Output.over(memory, new, 0)
         with torch._C.DisableTorchFunctionSubclass():
             Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
-        self._memory = new._memory
+        self.memory = new.memory
 
 
 # After the end of a compiled graph, Dynamo would compile these and what they call.
@@ -275,7 +276,7 @@ def _is_traced(item: Any) -> bool:
     """Whether it is an output in a graph that is traced: its data belong to a tracer."""
     if not isinstance(item, Float32Output):
         return False
-    data = item.memory()
+    data = item.memory.present
     if isinstance(data, FunctionalTensor):
         return is_functionalizing()
     return data is not None and type(data) is not Tensor
@@ -334,13 +335,10 @@ def _view(func: Any, of: Float32Output, *args: Any, **kwargs: Any) -> Any:
         "aten::_nested_view_from_jagged",
     ):
         return func(of.float32_data(keep=True), *args, **kwargs)
-    memory = of._memory
-    if memory.half is None and memory.float32 is None:
-        if func in (aten.detach.default, aten.alias.default):
-            return Float32Output.over(memory, of, of.storage_offset())
-        memory.widen()
-    base = memory.widen() if memory.half is None else memory.checked_half()
-    assert base is not None
+    memory = of.memory
+    if memory.present is None and func in (aten.detach.default, aten.alias.default):
+        return Float32Output.over(memory, of, of.storage_offset())
+    base = memory.data()
     start = base.storage_offset()
 
     def wrapped(view: Tensor) -> Tensor:
@@ -366,7 +364,7 @@ def _in_float32(func: Any, keep: bool, args: Any, kwargs: Any) -> Any:
     pairs: list[tuple[Tensor, Tensor]] = []
     for argument, value in zip(func._schema.arguments, args, strict=False):
         written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and _is_traced(value) and value._memory.is_input:
+        if written and _is_traced(value) and value.memory.is_input:
             raise UnsupportedOperatorException(func)  # the compiler's graph ends here
 
     def plain(item: Any) -> Any:

@@ -67,7 +67,8 @@ class GradScaler(torch.amp.GradScaler):
         )
         self._min_scale = float(min_scale)
         self._max_scale = float(max_scale)
-        self._hysteresis_tracker: Tensor | None = None  # of the one rule for all loss scales
+        # The kernel of all loss scales takes one; at 1 the scale backs off at every overflow.
+        self._hysteresis_tracker: Tensor | None = None
         if self._enabled:
             self._rule.check(init_scale, "min_scale", "max_scale")
 

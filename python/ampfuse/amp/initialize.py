@@ -22,19 +22,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ampfuse import half_ops
 from ampfuse.amp import no_sync
 from ampfuse.amp import session as sessions
-from ampfuse.amp.casts import (
-    Casts,
-    cast_model,
-    check_can_install,
-    eager_module,
-    install,
-    is_installed,
-    save_in_float32,
-    warn_of_range,
-)
+from ampfuse.amp.casts import Casts, check_can_install, install, is_installed
 from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
+from ampfuse.amp.weights import cast_model, save_in_float32, warn_of_range
 from ampfuse.devices import check_device
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
@@ -43,7 +35,7 @@ from ampfuse.optim.options import Rule, check
 from ampfuse.optim.param_groups import parameters, with_wrapped
 from ampfuse.optim.sharding import is_sharded
 from ampfuse.optim.upgrade import FusedOptimizer, check_upgrade
-from ampfuse.torch_utils import FLOAT_DTYPES, HALF_DTYPES
+from ampfuse.torch_utils import FLOAT_DTYPES, HALF_DTYPES, eager_module
 
 _log = logging.getLogger("ampfuse.amp")
 _CALL = 'The call is amp.initialize(model, optimizer, opt_level="O5").'

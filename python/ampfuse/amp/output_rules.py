@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def _source_of(tensor: Any) -> Any:
-    return tensor._memory.source if isinstance(tensor, Float32Output) else None
+    return tensor.memory.source if isinstance(tensor, Float32Output) else None
 
 
 # --- values that are picked, compared or moved ----------------------------------------------------

@@ -154,7 +154,8 @@ def scaled_pass(
     check = scaler.dynamic and not delay_overflow_check
     scale = scaler.snapshot(loss.device)  # that of this pass, whatever another one does meanwhile
     begun: list[Any] = []
-    left = counts = False
+    # Whether a pass gave any gradients here, and whether the scale may react to it.
+    any_gradient = may_update_scale = False
     watch = _Watch()
     try:
         for optimizer in optimizers:
@@ -168,10 +169,11 @@ def scaled_pass(
         for optimizer in begun[1:]:  # all take the pass in, or none
             optimizer.check_gradients()
         while begun:
-            left |= (of_this := begun[0].end_backward(scale, check, delay_unscale))
+            left_here = begun[0].end_backward(scale, check, delay_unscale)
+            any_gradient |= left_here
             # FSDP keeps gradients until a pass that it synchronises. They carry the scale, which
             # must not change between.
-            counts |= of_this or not begun[0].has_shards
+            may_update_scale |= left_here or not begun[0].has_shards
             del begun[0]
     except BaseException:
         for optimizer in begun:
@@ -179,14 +181,14 @@ def scaled_pass(
         raise
     finally:
         watch.is_over = True
-    if left and scaled.requires_grad and not watch.was_used:
+    if any_gradient and scaled.requires_grad and not watch.was_used:
         warnings.warn(
             "The gradients of this scale_loss block did not come from the scaled loss, but are "
             "divided by the loss scale all the same. Call backward() on the loss it yields: "
             "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()",
             stacklevel=5,
         )
-    if counts and not (delay_unscale or delay_overflow_check):
+    if may_update_scale and not (delay_unscale or delay_overflow_check):
         # The scale reacts to this pass alone; a step skips after any overflow since the last step.
         of_pass = [optimizer.pass_found_inf_flag for optimizer in optimizers]
         since_step = [optimizer.found_inf_flag for optimizer in optimizers]
@@ -211,7 +213,7 @@ class _Watch:
 
 def _warn_of_missing_casts(level: str) -> None:
     """Warn, once, that nothing was cast because no ``forward`` ran."""
-    cast_state.note_forward()
+    cast_state.mark_forward()
     warnings.warn(
         f"{level} casts inside the forward() of the models passed to amp.initialize, and none of "
         "them has run since: this loss was computed without casts. If your loop calls submodules "

@@ -52,7 +52,7 @@ def enabled_of(optimizer: Optimizer) -> Session | None:
 def set_latest(session: Session) -> None:
     global _latest
     _latest = session
-    cast_state.note_forward(False)
+    cast_state.reset_forward()
     follow_latest()
 
 
@@ -80,7 +80,7 @@ def set_aside() -> Iterator[None]:
     finally:
         _latest = before
         follow_latest()
-        cast_state.note_forward(forward_ran)
+        cast_state.forward_ran = forward_ran
 
 
 def end_everywhere() -> None:

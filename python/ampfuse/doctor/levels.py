@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ampfuse import half_ops
 from ampfuse.amp import function_casts
 from ampfuse.amp import session as sessions
-from ampfuse.amp.casts import eager_module, is_installed
+from ampfuse.amp.casts import is_installed
 from ampfuse.amp.initialize import initialize
 from ampfuse.amp.policy import LEVELS
 from ampfuse.amp.scale_loss import scale_loss
@@ -37,6 +37,7 @@ from ampfuse.insight.reporting import (
     same_random_numbers,
 )
 from ampfuse.measuring import ProcessMemory, StepClock
+from ampfuse.torch_utils import eager_module
 
 # At equal speed: no loss scale before one, FP32 weights before half ones.
 _PREFERENCE = ("O4", "O5", "O1", "O2", "O3")

@@ -56,7 +56,7 @@ class LiveMemory(TorchDispatchMode):
             # Without a mode it overwrites the logits, which only the loss holds.
             self._free(args[1].untyped_storage()._cdata)
         for tensor in [] if self.is_fused else pytree.tensors(result):
-            memory = tensor.memory() if isinstance(tensor, Float32Output) else tensor
+            memory = tensor.memory.present if isinstance(tensor, Float32Output) else tensor
             if isinstance(memory, FakeTensor):
                 self._count(memory.untyped_storage())
         return result

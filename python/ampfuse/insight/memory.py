@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from ampfuse import pytree
 from ampfuse._schema import STORAGES
-from ampfuse.amp.casts import eager_module
 from ampfuse.insight.reporting import (
     aligned,
     check_owned,
@@ -33,6 +32,7 @@ from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
 from ampfuse.optim.muon import step_bytes
 from ampfuse.optim.param_groups import parameters, with_wrapped
 from ampfuse.optim.state import storage_for
+from ampfuse.torch_utils import eager_module
 
 # The kinds of memory, in the order of tables.
 KINDS = "weights gradients accumulators masters states average activations".split()

@@ -29,8 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ampfuse
 from ampfuse import pytree
-from ampfuse.amp.casts import Casts, cast_model, eager_module, install, is_installed
+from ampfuse.amp.casts import Casts, install, is_installed
 from ampfuse.amp.policy import LEVELS, Policy, make_policy
+from ampfuse.amp.weights import cast_model
 from ampfuse.half_ops import cpu_half_ops
 from ampfuse.insight.live_memory import LiveMemory, compiled_graphs
 from ampfuse.insight.memory import KINDS, bytes_of, counts_of_states, held_bytes, size
@@ -38,7 +39,7 @@ from ampfuse.insight.reporting import LossFunction, aligned, loss_of, output_of,
 from ampfuse.nn import fuse, linear_cross_entropy, recompute_norms
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.muon import step_bytes
-from ampfuse.torch_utils import HALF_DTYPES
+from ampfuse.torch_utils import HALF_DTYPES, eager_module
 
 _FP32_LEVEL = {"O2": "O1", "O3": "O1", "O5": "O4"}
 

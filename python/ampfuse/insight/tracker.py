@@ -31,11 +31,10 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from ampfuse import pytree
-from ampfuse.amp.casts import eager_module
 from ampfuse.amp.float32_output import Float32Output
 from ampfuse.insight.explanation import Explanation
 from ampfuse.optim.masters import gradient_as_it_is
-from ampfuse.torch_utils import HALF_DTYPES
+from ampfuse.torch_utils import HALF_DTYPES, eager_module
 
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = os.path.dirname(os.path.dirname(__file__))

@@ -55,7 +55,7 @@ class AmpFuse(Levels, Precision):
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
-        cast_state.note_forward()
+        cast_state.mark_forward()
         with torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None):
             yield
 

@@ -22,7 +22,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.nn.fuse import activations, norms, reshapes, transformers
 from ampfuse.nn.fuse.forwards import (
-    eager_module,
     forward_from_graphs,
     free_forward,
     is_fused,
@@ -31,6 +30,7 @@ from ampfuse.nn.fuse.forwards import (
 )
 from ampfuse.nn.fuse.trace import Untraceable
 from ampfuse.nn.modules import BatchNormAct2d
+from ampfuse.torch_utils import eager_module
 
 PARTS = ("norms", "activations", "attention", "patches", "masks", "loss")
 _REWRITES = {

@@ -1,4 +1,4 @@
-"""The ``forward`` of a module instance: its owner, its replacement, and one that runs graphs."""
+"""The ``forward`` of a module instance: its replacement, and one that runs graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 import linecache
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -24,43 +23,9 @@ from ampfuse.nn.fuse.trace import (
     is_graph_input,
     trace,
 )
+from ampfuse.torch_utils import WrappedForward, original_class
 
 Rewrite = Callable[[fx.Graph, nn.Module], dict[str, str]]
-
-
-class WrappedForward:
-    """Mixed into the class of a module whose ``forward`` runs around its original class's.
-
-    Such a class has two bases, this (or a subclass) and the original class. A ``forward`` that hung
-    on the instance, and hid the class's, is the attribute ``_amp_inner_forward``.
-    """
-
-
-def original_class(wrapping: type) -> type:
-    """The class around whose ``forward`` a :class:`WrappedForward` runs."""
-    return wrapping.__bases__[1]
-
-
-def eager_module(model: nn.Module) -> nn.Module:
-    """`model`, or the module inside the wrapper that ``torch.compile`` put around it.
-
-    For a proxy, the module that it stands for.
-    """
-    dynamo = sys.modules.get("torch._dynamo")  # importing it takes a second; a wrapper already has
-    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
-        return model._orig_mod
-    if is_proxy(model):  # the first of its modules() is the root of what it stands for
-        return next(iter(model.modules()), model)
-    return model
-
-
-def is_proxy(model: nn.Module) -> bool:
-    """True for an object that passes for a module (its ``__class__`` is a property) without being
-    one.
-
-    Assigning its ``__class__`` would reach another object.
-    """
-    return not issubclass(type(model), nn.Module)
 
 
 def forward_name(module: nn.Module) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ampfuse import amp, half_ops
 from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
-from ampfuse.amp.casts import Casts, eager_module, install
+from ampfuse.amp.casts import Casts, install
 from ampfuse.amp.function_casts import (
     float_function,
     install_once,
@@ -32,7 +32,7 @@ from ampfuse.amp.scale_loss import loss_block, session_and_optimizers
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
-from ampfuse.torch_utils import HALF_DTYPES, Sample, dynamo_disable
+from ampfuse.torch_utils import HALF_DTYPES, Sample, dynamo_disable, eager_module
 
 
 @dynamo_disable
@@ -133,7 +133,7 @@ class AmpHandle(NoOpHandle):
         self._session.everywhere = bool(active)
         sessions.follow_latest()
         if not active:
-            cast_state.note_forward()  # none is missed
+            cast_state.mark_forward()  # none is missed
         for model, (on, off) in self._casts.items():
             install(model, on if active else off)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampfuse.amp.casts import cast_model, cast_own_parameters, is_affine_batch_norm
+from ampfuse.amp.weights import cast_model, cast_own_parameters, is_affine_batch_norm
 from ampfuse.compat.apex.apex_C import flatten, unflatten
 from ampfuse.compat.apex.fp16_utils.fp16_optimizer import FP16_Optimizer
 
