@@ -53,8 +53,8 @@ class AmpOptimizer(ScaledGradients):
     _rehearsal: Tensor | None = None
     # LARC sets it during its step.
     _layerwise: Layerwise | None = None
-    # torch.distributed.checkpoint asked for states, and takes the state dict next.
-    _is_asked_by_torch = False
+    # torch.distributed.checkpoint (DCP) asked for states, and takes the state dict next.
+    _dcp_is_reading = False
     # The state dict that is being loaded.
     _loading: dict[str, Any] | None = None
 
@@ -164,7 +164,7 @@ class AmpOptimizer(ScaledGradients):
         is_watched = self.may_have_skipped and (self.skip_spikes is not None or not by_scaler)
         if is_watched and self._rehearsal is None:
             logs = REASONS[by_scaler or self._scales_dynamically :]
-            self._skip_watch.after_step(self, self._rows.known(), skipped, logs)
+            self._skip_watch.after_step(self, self._rows.existing_table(), skipped, logs)
 
     # --- state dicts and copies: see checkpoints.py ---------------------------------------------
 
@@ -191,9 +191,9 @@ class AmpOptimizer(ScaledGradients):
         try:
             self._before_saving()
             state_dict = super().state_dict()
-            return checkpoints.with_masters(self, state_dict, decoded=self._is_asked_by_torch)
+            return checkpoints.with_masters(self, state_dict, decoded=self._dcp_is_reading)
         finally:
-            self._answer_torch()
+            self._end_dcp_read()
 
     def torch_state_dict(self) -> dict[str, Any]:
         """`state_dict` in float32, masters included, as torch's optimizer of the name loads it."""
@@ -215,21 +215,21 @@ class AmpOptimizer(ScaledGradients):
                 as one without ``exp_avg`` or with a step count of NaN.
             RuntimeError: in a swap_ema block. Nothing has changed then.
         """
-        self._answer_torch()
+        self._end_dcp_read()
         self._check_not_swapped("load_state_dict()")
         if len(with_wrapped(self)) > 1:
             checkpoints.load_around(self, state_dict, super().load_state_dict)
         else:
             checkpoints.load(self, state_dict, super().load_state_dict)
 
-    def _ask_for_torch(self) -> None:
+    def _begin_dcp_read(self) -> None:
         """torch.distributed.checkpoint is about to read the groups, their keys and state dict."""
-        self._is_asked_by_torch = True
+        self._dcp_is_reading = True
         if self.skip_spikes is not None:
             self.param_groups[0][checkpoints.HISTORY] = self._rows.history()
 
-    def _answer_torch(self) -> None:
-        self._is_asked_by_torch = False
+    def _end_dcp_read(self) -> None:
+        self._dcp_is_reading = False
         if getattr(self, "param_groups", None):
             self.param_groups[0].pop(checkpoints.HISTORY, None)
 

@@ -42,7 +42,7 @@ class CapturedOptimizer:
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = optimizer
-        self.table = optimizer._rows.current()
+        self.table = optimizer._rows.current_table()
         self.params = list(parameters(optimizer))
         self.leaves = list(map(leaf_of, self.params))
         self.device = self.table.param(0).device

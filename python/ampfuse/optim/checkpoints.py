@@ -8,6 +8,7 @@ tensor keeps its saved type, unless it is half and the parameter is not.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -111,9 +112,7 @@ def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], 
             _check_shape(key, value, tuple(param.shape), names[i])
     states = {i: state for i, state in states.items() if state or not masters.get(i)}
     by({**state_dict, "state": states} | ({"param_groups": groups} if groups else {}))
-    for i, param in enumerate(parameters(optimizer)):
-        for key, value in masters.get(i, {}).items():
-            _restore_master(optimizer, param, {}, key, value)
+    _restore_masters(optimizer, [masters.get(i, {}) for i in range(len(names))], defaultdict(dict))
     optimizer.load_history(history)
 
 
@@ -122,12 +121,13 @@ def restore_state(optimizer: Any, state: dict[str, Any], saved: dict[str, Any]) 
     optimizer.release_states()
     states = state["state"]
     ids = [i for group in saved["param_groups"] for i in group["params"]]
-    for i, param in zip(ids, parameters(optimizer), strict=True):
-        was = saved["state"].get(i)
-        for key, value in was.items() if isinstance(was, dict) else ():
-            if key in MASTERS:
-                _restore_master(optimizer, param, states[param], key, value)
-            elif key != "step":  # torch puts it on the right device, in the right type
+    entries = [saved["state"].get(i) for i in ids]
+    saved_states = [entry if isinstance(entry, dict) else {} for entry in entries]
+    _restore_masters(optimizer, saved_states, states)
+    for saved_state, param in zip(saved_states, parameters(optimizer), strict=True):
+        for key, value in saved_state.items():
+            # torch puts a step count on the right device, in the right type.
+            if key not in MASTERS and key != "step":
                 states[param][key] = tree_map(functools.partial(_loaded, param), value)
     for param in parameters(optimizer) if optimizer._rows.table is not None else ():
         held = MASTERS & optimizer.state.get(param, {}).keys()
@@ -150,12 +150,16 @@ def _as_loaded(optimizer: Any, group: dict[str, Any], saved: dict[str, Any]) -> 
     return {key: value for key, value in saved.items() if key not in choices} | own
 
 
-def _restore_master(
-    optimizer: Any, param: Tensor, state: dict[str, Any], key: str, saved: Tensor
+def _restore_masters(
+    optimizer: Any, saved_states: list[dict[str, Any]], states: dict[Tensor, dict[str, Any]]
 ) -> None:
-    dtype = torch.float32 if key == "master_param" else torch.int16
-    exact = saved.detach().to(param.device, dtype, copy=True)
-    optimizer._rows.restore_master(param, state, exact, key)
+    """Restore the masters in `saved_states`, one for each parameter; `states` are about to be the
+    optimizer's."""
+    for saved, param in zip(saved_states, parameters(optimizer), strict=True):
+        for key in (key for key in saved if key in MASTERS):
+            dtype = torch.float32 if key == "master_param" else torch.int16
+            exact = saved[key].detach().to(param.device, dtype, copy=True)
+            optimizer._rows.restore_master(param, states[param], exact, key)
 
 
 def _loaded(param: Tensor, saved: Any) -> Any:

@@ -233,7 +233,7 @@ class FusedOptimizer(AmpOptimizer):
         kind: Any = getattr(self, "_original_class", type(self))
         kind._has_own_step, kind._step_supports_amp_scaling = False, True
         if type(self) is not kind:  # amp has wrapped it
-            self._rows.forget()
+            self._rows.drop_table()
             self.__class__ = kind
 
     def _between_stages(self) -> Callable[[list[int]], Callable[[], None]] | None:

@@ -46,11 +46,11 @@ class ScaledGradients(OptionDefaults, Optimizer):
 
     def param_table(self) -> ParamTable:
         """The table, with a row for each parameter of ``param_groups``."""
-        return self._rows.current()
+        return self._rows.current_table()
 
     def rows_of(self, params: Container[int]) -> list[int]:
         """The rows of a model's parameters, given by their ids."""
-        self._rows.current()
+        self._rows.current_table()
         return [row for row, param in enumerate(self._rows.params) if id(leaf_of(param)) in params]
 
     @property
@@ -66,7 +66,7 @@ class ScaledGradients(OptionDefaults, Optimizer):
     ) -> None:
         """Last part of :func:`ampfuse.optim.upgrade`, after the change of class."""
         rows = self._rows
-        rows.forget()
+        rows.drop_table()
         self._under_amp, self.skip_by_default = True, False
         self.master_weights = master_weights
         rows.names = dict(names)
@@ -100,7 +100,7 @@ class ScaledGradients(OptionDefaults, Optimizer):
         Raises RuntimeError in a swap_ema block, where the model has its averages.
         """
         self._check_not_swapped("reading or saving masters")
-        if self._rows.are_used():
+        if self._rows.needs_table():
             self.param_table().masters.refresh()
 
     def _check_not_swapped(self, what: str) -> None:
@@ -115,7 +115,7 @@ class ScaledGradients(OptionDefaults, Optimizer):
     @dynamo_disable
     def begin_backward(self) -> None:
         """Put earlier gradients away, so that a backward pass brings only new ones."""
-        self._rows.current().gradients.begin_backward()
+        self._rows.current_table().gradients.begin_backward()
 
     @dynamo_disable
     def end_backward(self, scale: Tensor, check: bool, delay: bool = False) -> bool:
@@ -128,7 +128,7 @@ class ScaledGradients(OptionDefaults, Optimizer):
         Returns:
             Whether it left a gradient, or the delayed pass before it did.
         """
-        gradients = self._rows.known().gradients
+        gradients = self._rows.existing_table().gradients
         left = gradients.end_backward(scale, check, delay)
         if self._under_amp and self._rows.has_shards:
             # A DTensor cannot unscale its gradient when it is read.
@@ -138,7 +138,7 @@ class ScaledGradients(OptionDefaults, Optimizer):
     @dynamo_disable
     def check_gradients(self) -> None:
         """Raise RuntimeError or TypeError for a gradient that a step does not support."""
-        self._rows.known().gradients.check()
+        self._rows.existing_table().gradients.check()
 
     def cancel_backward(self) -> None:
         """The pass failed: drop its gradients and restore those before it."""
@@ -161,7 +161,7 @@ class ScaledGradients(OptionDefaults, Optimizer):
     def assign_gradient(self, param: Tensor, value: Tensor | None) -> None:
         """``param.grad`` is set: `value` is the gradient of the step, for master and weight."""
         if self._rows.table is not None or value is not None:
-            (self._rows.table or self._rows.current()).gradients.assign(param, value)
+            (self._rows.table or self._rows.current_table()).gradients.assign(param, value)
 
     def unscale_gradients(self, scale: Tensor) -> Tensor:
         """Divide all gradients by `scale` (float32, 0-dim) now, exactly.
@@ -173,7 +173,7 @@ class ScaledGradients(OptionDefaults, Optimizer):
             The flag, float32 and 0-dim: 1 if a gradient was not finite.
         """
         rows = self._rows
-        table = rows.current()
+        table = rows.current_table()
         found_inf = rows.found_inf
         if self._under_amp and table.masters.exist():  # half gradients are unscaled when read
             table.gradients.end_backward(scale, True)
@@ -199,7 +199,7 @@ class ScaledGradients(OptionDefaults, Optimizer):
 
     def _flags(self) -> Rows:
         if self._rows.table is None:
-            self._rows.current()
+            self._rows.current_table()
         return self._rows
 
     @dynamo_disable
@@ -210,7 +210,7 @@ class ScaledGradients(OptionDefaults, Optimizer):
         Returns:
             `found_inf_flag`. In a backward pass, what was known before it.
         """
-        table = self._rows.current()
+        table = self._rows.current_table()
         if not self.in_backward:
             table.plan.collect(None, False)
             table.plan.measure()
@@ -219,7 +219,7 @@ class ScaledGradients(OptionDefaults, Optimizer):
     @dynamo_disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, like torch's, and those that amp keeps of earlier passes."""
-        if self._rows.are_used():
+        if self._rows.needs_table():
             self.param_table().gradients.zero_grad(set_to_none)
         else:
             super().zero_grad(set_to_none)

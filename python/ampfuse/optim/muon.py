@@ -129,7 +129,7 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
 
     def _between_stages(self) -> Callable[[list[int]], Callable[[], None]]:
         """Give Muon's rows scratch memory, which is orthogonalized between the two stages."""
-        rows, table = self._rows, self._rows.known()
+        rows, table = self._rows, self._rows.existing_table()
         scratch = {
             row: _core.C.empty_laid_out_as(param := table.param(row), matrix_dtype(param.device))
             for row in range(len(rows.params))

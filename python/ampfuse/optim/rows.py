@@ -59,8 +59,8 @@ class Rows(Component):
         self._frozen: list[Tensor] | None = None
 
     @dynamo_disable
-    def current(self) -> ParamTable:
-        """The table, with a row for each parameter of ``param_groups``."""
+    def current_table(self) -> ParamTable:
+        """The table, with a row for each parameter of ``param_groups``; made if it must be."""
         self.make_masters()
         optimizer, table = self.optimizer, self.table
         if table is not None and table.matches(groups=optimizer.param_groups):
@@ -68,8 +68,12 @@ class Rows(Component):
         self.make_masters(anew=True)  # the groups may hold the model's weights
         if table is not None and table.matches(groups=optimizer.param_groups):
             return table
-        params = list(parameters(optimizer))
-        names = self.parameter_names()
+        return self._build()
+
+    def _build(self) -> ParamTable:
+        """Make the table match the groups: append rows, or make a new table."""
+        optimizer = self.optimizer
+        params, names = list(parameters(optimizer)), self.parameter_names()
         for param, name in zip(params, names, strict=True):
             if param.is_meta:
                 raise RuntimeError(
@@ -77,23 +81,18 @@ class Rows(Component):
                     "(model.to_empty(device=...), then load or initialize it) and create the "
                     "optimizer from the materialized parameters."
                 )
-        if table is not None:
+        if self.table is not None:
             known = self.params
             appended = len(known) < len(params) and all(map(operator.is_, known, params))
             if not appended:  # replaced, reordered or taken out
-                table.masters.refresh()
-                self.forget()
-                table = None
-        if table is None:
+                self.table.masters.refresh()
+                self.drop_table()
+        if self.table is None:
             if not params:
                 raise RuntimeError("the optimizer has no parameters; add a parameter group first")
             check_device(params[0].device, names[0])
-            table = _core.C.ParamTable(optimizer._algorithm, params[0].device)
-            self.table, self.plan, self.params = table, table.plan, []
-            field = table.inspector.state_field
-            self.found_inf, self.pass_found_inf = field("found_inf"), field("pass_found_inf")
-            if optimizer._step_history is not None:
-                field("history").copy_(optimizer._step_history)
+            self._start_table(params[0].device)
+        table = self.existing_table()
         optimizer._rows_are_added()
         for i in range(len(self.params), len(params)):
             self._add_row(table, i, params[i], names[i])
@@ -105,7 +104,16 @@ class Rows(Component):
             self.ranks.join(table)
         return table
 
-    def are_used(self) -> bool:
+    def _start_table(self, device: torch.device) -> None:
+        """A table without rows, which continues the history."""
+        table = _core.C.ParamTable(self.optimizer._algorithm, device)
+        self.table, self.plan, self.params = table, table.plan, []
+        field = table.inspector.state_field
+        self.found_inf, self.pass_found_inf = field("found_inf"), field("pass_found_inf")
+        if self.optimizer._step_history is not None:
+            field("history").copy_(self.optimizer._step_history)
+
+    def needs_table(self) -> bool:
         """Whether there is a table, or masters, which need one."""
         optimizer = self.optimizer
         if self.table is not None or not optimizer.master_weights:
@@ -117,12 +125,12 @@ class Rows(Component):
             for param in parameters(optimizer)
         )
 
-    def known(self) -> ParamTable:
+    def existing_table(self) -> ParamTable:
         """The table, which must exist, without a look at the groups."""
         assert self.table is not None
         return self.table
 
-    def forget(self) -> None:
+    def drop_table(self) -> None:
         """Have the next use make new rows from the groups."""
         if self.table is not None:  # the next table starts without a loss scale
             self.table.gradients.materialize()
@@ -244,7 +252,7 @@ class Rows(Component):
         param = self.params[row]
         if self.is_split(param):
             return local(joined_master(param, self.remainder(param)))
-        return self.known().param(row).detach()
+        return self.existing_table().param(row).detach()
 
     def restore_master(
         self, param: Tensor, state: dict[str, Any], saved: Tensor, key: str = "master_param"

@@ -169,7 +169,7 @@ class States(Component):
 
     @property
     def _table(self) -> ParamTable:
-        return self.optimizer._rows.known()
+        return self.optimizer._rows.existing_table()
 
     def storage_of(self, group: dict[str, Any]) -> str:
         """The name of the storage type that `group` asks for. Raises ValueError for a wrong one."""
@@ -265,7 +265,7 @@ class States(Component):
             if param.requires_grad and not has_begun(optimizer.state.get(param, {})):
                 self.init_row(row)
         self.remember()
-        optimizer._ask_for_torch()
+        optimizer._begin_dcp_read()
         return True
 
     def init_row(self, row: int) -> None:

@@ -183,7 +183,7 @@ class GenericOptimizer(AmpOptimizer):
         )
 
         def closure_on_current_weights() -> Any:
-            self._rows.known().masters.publish()
+            self._rows.existing_table().masters.publish()
             with as_outside:
                 return closure()
 
