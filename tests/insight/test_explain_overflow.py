@@ -627,13 +627,13 @@ def test_origins_follow_memory_and_masks_do_not_count():
     origins, x, y = Origins(), torch.ones(2), torch.ones(3)
     asked = insight.Explanation("data", None, None, "", "x", "-inf", (2,), torch.float32, "cpu")
     real = dataclasses.replace(asked, kind="inf")
-    mask, inf = origins.add(asked, x, meant=True), origins.add(real, y, meant=True)
+    mask, inf = (origins.record(one, at, intended=True) for one, at in ((asked, x), (real, y)))
     assert (origins.of(x), origins.of(x[1:]), origins.of(y)) == (mask, mask, inf)
     assert origins.first({mask, inf}) is real
     assert origins.first({mask}) is asked
     assert origins.first(set()) is None
-    assert origins.inherited({mask}, "-inf") == mask
-    assert origins.inherited({mask}, "nan") is None  # it has its origin where it came of the mask
-    assert origins.inherited({mask, inf}, "nan") == inf
+    assert origins.inherit({mask}, "-inf") == mask
+    assert origins.inherit({mask}, "nan") is None  # it has its origin where it came of the mask
+    assert origins.inherit({mask, inf}, "nan") == inf
     origins.clear(y)
     assert origins.of(y) is None

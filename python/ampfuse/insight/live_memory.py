@@ -16,14 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampfuse import pytree
 from ampfuse.amp.float32_output import Float32Output
 
-# Without the tag that torch has for such operations.
+# Inductor's rules below are those of torch 2.15: torch/_inductor/lowering.py says what is fused.
+# Elementwise, but without the tag that torch has for such operations.
 _ELEMENTWISE = {"aten::_to_copy", "prims::convert_element_type", "prims::iota"}
 _ELEMENTWISE |= {"prims::_low_memory_max_pool_offsets_to_indices"}
 # Operations besides reductions that compute elementwise operands as they read them.
 _TAKES_FUSED = {"aten::scatter_add", "aten::index_put", "aten::max_pool2d_with_indices_backward"}
 _TAKES_FUSED |= {"aten::_unsafe_masked_index_put_accumulate"}
 
-# Inductor fuses no more into one kernel, and less into each of several.
+# Inductor fuses no more into one kernel, and less into each of several: in its config.py the
+# defaults of realize_acc_reads_threshold and realize_reads_threshold.
 _MOST_READS, _MOST_READS_AGAIN = 8, 4
 
 

@@ -178,16 +178,16 @@ def held_bytes(
 def _measured(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """Bytes by kind."""
     masters = [param for param in parameters(optimizer) if isinstance(param, MasterParameter)]
-    found: list[tuple[str, Any]] = [
+    by_kind: list[tuple[str, Any]] = [
         ("weights", [*model.parameters(), *model.buffers()]),
         ("gradients", [gradient_as_it_is(parameter) for parameter in model.parameters()]),
         ("masters", masters),
         ("accumulators", [gradient_as_it_is(master) for master in masters]),
     ]
     for state in (state for each in with_wrapped(optimizer) for state in each.state.values()):
-        found += [(_KIND_OF_STATE.get(name, "states"), value) for name, value in state.items()]
+        by_kind += [(_KIND_OF_STATE.get(name, "states"), value) for name, value in state.items()]
     held, seen = dict.fromkeys(KINDS, 0), set()
-    for kind, tensors in found:
+    for kind, tensors in by_kind:
         for storage in _storages(tensors):
             held[kind] += storage.nbytes() * (storage._cdata not in seen)
             seen.add(storage._cdata)

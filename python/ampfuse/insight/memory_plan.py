@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -293,10 +292,10 @@ class PlannedTraining:
             wanted = {**own, **options}
             if fused and wanted["state_dtype"] not in fused.storages:
                 wanted["state_dtype"] = own["state_dtype"]
-            found = held_bytes(model, counts_of_states(optimizer), wanted)
+            held = held_bytes(model, counts_of_states(optimizer), wanted)
             trained = [p for p in model.parameters() if p.requires_grad]
         if self.accumulate and wanted["master_weights"]:
-            found["accumulators"] = sum(4 * p.numel() for p in trained if p.dtype in HALF_DTYPES)
+            held["accumulators"] = sum(4 * p.numel() for p in trained if p.dtype in HALF_DTYPES)
         self.optimizer_name = type(optimizer).__name__
         if not fused:
             self.notes[f"The states of {self.optimizer_name} are not counted."] = None
@@ -304,10 +303,10 @@ class PlannedTraining:
             self.notes[f"What {kind.__name__} keeps for its backward is not counted."] = None
         if (level, changes) not in self._passes:
             self._passes[level, changes] = self._pass(policy, changes)
-        found["activations"], most = self._passes[level, changes]
-        throughout = sum(found.values()) - found["gradients"] - found["activations"]
-        found["peak"] = throughout + max(most, found["gradients"] + scratch)
-        return found
+        held["activations"], most = self._passes[level, changes]
+        throughout = sum(held.values()) - held["gradients"] - held["activations"]
+        held["peak"] = throughout + max(most, held["gradients"] + scratch)
+        return held
 
     def _model(self, policy: Policy, *, is_fused: bool = False) -> nn.Module:
         """A fake copy as ``amp.initialize`` makes it."""
@@ -411,11 +410,12 @@ def _as_on_gpu() -> Iterator[None]:
     ) -> Tensor:
         return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    with (
-        unittest.mock.patch.object(F, "dropout", with_mask),
-        unittest.mock.patch.object(F, "scaled_dot_product_attention", without_probabilities),
-    ):
+    functional: Any = F
+    functional.dropout, functional.scaled_dot_product_attention = with_mask, without_probabilities
+    try:
         yield
+    finally:
+        functional.dropout, functional.scaled_dot_product_attention = dropout, attention
 
 
 # --- losses, and changes of a model -----------------------------------------------------------

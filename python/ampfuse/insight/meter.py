@@ -268,16 +268,16 @@ def _find(readings: Iterable[TensorReading]) -> list[Finding]:
     for row in readings:
         if row.step in applied:
             rows_of.setdefault(row.parameter, []).append(row)
-    found = []
+    findings = []
     for name, rows in rows_of.items():
         rows = [row for row in rows if row.elements] or rows
         for kind, applies, text, suggestion in _RULES:
             if applies(rows[-1]):
                 *_, first = itertools.takewhile(applies, reversed(rows))
                 said = text.format(row=rows[-1], zero=_ratio(rows[-1].zero, rows[-1].elements))
-                found.append(Finding(kind, suggestion, name, f"{said} since step {first.step}"))
+                findings.append(Finding(kind, suggestion, name, f"{said} since step {first.step}"))
                 break
-    return found
+    return findings
 
 
 def _as_text(findings: Sequence[Finding]) -> str:

@@ -92,13 +92,13 @@ class OverflowWatch:
         tracker, self._tracker = self._tracker, None
         assert tracker is not None
         tracker.__exit__(*error)
-        found = tracker.explanation()
-        if found is not None:
+        explanation = tracker.explanation()
+        if explanation is not None:
             # A scale that is a tensor is amp's, if the model is, else a GradScaler's.
             adapts = not is_installed(tracker.model) or sessions.latest().is_dynamic
             dynamic = tracker.scale_is_tensor and adapts
-            found = dataclasses.replace(found, scale=tracker.scale, dynamic=dynamic)
-        self.explanation = found
+            explanation = dataclasses.replace(explanation, scale=tracker.scale, dynamic=dynamic)
+        self.explanation = explanation
 
     def remove(self) -> None:
         """Disarm: nothing is watched any more."""
@@ -165,7 +165,7 @@ class OverflowWatch:
         # The tracker's own hook is too late for the call that is being made.
         self._tracker.enter_module(module, args, kwargs)
         hook = module.register_forward_hook(self._end_if_failed, always_call=True)
-        self._tracker._undo.callback(hook.remove)
+        self._tracker.on_exit(hook.remove)
 
     def _end_if_failed(self, *_: Any) -> None:
         if sys.exc_info()[0] is not None and self._tracker is not None:

@@ -17,7 +17,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -65,18 +65,18 @@ class Origins:
 
     def __init__(self) -> None:
         self._found: list[Explanation] = []
-        self._meant: set[int] = set()  # of a -inf that was asked for, as in masks
+        self._intended: set[int] = set()  # of a -inf that was asked for, as in masks
         self._in_memory: dict[int, int] = {}  # by address
         self.in_outputs: set[int] = set()  # of the model
         self.that_matter: set[int] = set()  # in a loss, a gradient of a parameter, or statistics
 
-    def add(self, origin: Explanation, tensor: Tensor, *, meant: bool = False) -> int:
-        """Note an origin in the memory of `tensor`; return its number."""
+    def record(self, origin: Explanation, tensor: Tensor, *, intended: bool = False) -> int:
+        """Record an origin in the memory of `tensor`; return its number."""
         number = len(self._found)
         self._found.append(origin)
         self.put(tensor, number)
-        if meant and origin.kind == "-inf":
-            self._meant.add(number)
+        if intended and origin.kind == "-inf":
+            self._intended.add(number)
         return number
 
     def put(self, tensor: Tensor, number: int) -> None:
@@ -91,15 +91,15 @@ class Origins:
         """The memory of `tensor` holds finite values now."""
         self._in_memory.pop(_address(tensor), None)
 
-    def inherited(self, numbers: set[int], kind: str) -> int | None:
+    def inherit(self, numbers: set[int], kind: str) -> int | None:
         """The origin of a result of `kind`, from those of its operands; None: the result is one."""
-        real = numbers - self._meant
+        real = numbers - self._intended
         # A NaN that comes of a mask has its origin here.
         return min(real or numbers) if real or (numbers and kind != "nan") else None
 
     def first(self, numbers: set[int]) -> Explanation | None:
         """The first of these that was not asked for, if there is one."""
-        return self._found[min(numbers - self._meant or numbers)] if numbers else None
+        return self._found[min(numbers - self._intended or numbers)] if numbers else None
 
 
 class Tracker(TorchDispatchMode):
@@ -123,38 +123,42 @@ class Tracker(TorchDispatchMode):
         self._forward_of: dict[int, _CallSite] = {}  # by the sequence number of an autograd node
         self._saw_backward = False
         self._has_ended = False
-        self._undo = contextlib.ExitStack()
+        self._at_exit = contextlib.ExitStack()
 
     # --- the life of a watched step ---------------------------------------------------------------
 
     def __enter__(self) -> Tracker:
         if "torch._dynamo" in sys.modules:
-            self._undo.enter_context(torch.compiler.set_stance("force_eager"))
+            self._at_exit.enter_context(torch.compiler.set_stance("force_eager"))
         for module in self.model.modules():
             if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 continue
             enter = module.register_forward_pre_hook(self.enter_module, with_kwargs=True)
             leave = module.register_forward_hook(self._leave_module, always_call=True)
-            self._undo.callback(enter.remove)
-            self._undo.callback(leave.remove)
+            self.on_exit(enter.remove)
+            self.on_exit(leave.remove)
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             for name, tensor in own:
                 self._state[_address(tensor)] = module, name
                 if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                     self._parameters.append((module, name, tensor, tensor._version))
                     hook = functools.partial(self._at_parameter, module, name)
-                    self._undo.callback(tensor.register_hook(hook).remove)
+                    self.on_exit(tensor.register_hook(hook).remove)
             self._look_at_statistics(module, "weights")
         super().__enter__()
         return self
 
     def __exit__(self, kind: Any = None, error: Any = None, trace: Any = None) -> None:
-        self._undo.close()
+        self._at_exit.close()
         self._stack.clear()
         modes = _get_current_dispatch_mode_stack()
         if modes and modes[-1] is self:
             super().__exit__(kind, error, trace)
         self._has_ended = True  # should a mode of the user's be above, this one does nothing
+
+    def on_exit(self, callback: Callable[[], Any]) -> None:
+        """Have `callback` called when the watched step ends."""
+        self._at_exit.callback(callback)
 
     def explanation(self) -> Explanation | None:
         """The first origin that mattered; None if all that matters was finite."""
@@ -166,7 +170,7 @@ class Tracker(TorchDispatchMode):
         for module, name, parameter, version in self._parameters:
             if (kind := _kind(parameter)) is not None:
                 phase = "weights" if parameter._version == version else "step"
-                return {self._add(phase, self._place_of(module, phase), parameter, kind, name)}
+                return {self._record(phase, self._place_of(module, phase), parameter, kind, name)}
         return set()
 
     # --- modules ----------------------------------------------------------------------------------
@@ -178,7 +182,7 @@ class Tracker(TorchDispatchMode):
                 if kind is not None and self._origins.of(tensor) is None:
                     what = f"{name}, first in batch element {_first_bad(tensor)}"
                     place = self._place_of(module, "forward")
-                    self._add("data", place, tensor, kind, what, meant=True)
+                    self._record("data", place, tensor, kind, what, intended=True)
         self._stack.append(module)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -187,7 +191,7 @@ class Tracker(TorchDispatchMode):
         for tensor in filter(_is_readable, pytree.tensors(output)):
             self._made_by.setdefault(_address(tensor), module)  # the innermost one made it
             if self._is_outermost() and (kind := _kind(tensor)) is not None:
-                origin = self._origin_in(tensor, self._place_of(module), kind)
+                origin = self._origin_of(tensor, self._place_of(module), kind)
                 self._origins.in_outputs.add(origin)
         self._look_at_statistics(module, "forward")
 
@@ -202,7 +206,7 @@ class Tracker(TorchDispatchMode):
                     origin = self._origins.of(buffer)
                     if origin is None:
                         place = self._place_of(module, "batch_norm")
-                        origin = self._add(phase, place, buffer, kind, name)
+                        origin = self._record(phase, place, buffer, kind, name)
                     self._origins.that_matter.add(origin)
 
     def _place_of(self, module: nn.Module | None, operation: str = "") -> _CallSite:
@@ -222,7 +226,7 @@ class Tracker(TorchDispatchMode):
         self._saw_backward = True
         if (kind := _kind(gradient)) is not None:
             place, what = self._place_of(module, _UNSEEN), f"gradient of {name}"
-            origin = self._origin_in(gradient, place, kind, "backward", what)
+            origin = self._origin_of(gradient, place, kind, "backward", what)
             self._origins.that_matter.add(origin)
 
     def _after_backward(self) -> None:
@@ -233,7 +237,7 @@ class Tracker(TorchDispatchMode):
             gradient = gradient_as_it_is(parameter)
             if gradient is not None and (kind := _kind(gradient)) is not None:
                 place, what = self._place_of(module, "all_reduce"), f"the gradient of {name}"
-                origin = self._add("another process", place, gradient, kind, what)
+                origin = self._record("another process", place, gradient, kind, what)
                 self._origins.that_matter.add(origin)
                 return
 
@@ -257,10 +261,10 @@ class Tracker(TorchDispatchMode):
             if not _is_readable(tensor) or (not self._stack and _address(tensor) in self._state):
                 continue  # what a program writes into weights is found where they are used
             if (kind := _kind(tensor)) is not None:
-                origin = self._inherited(before, place, kind)
+                origin = self._inherit(before, place, kind)
                 if origin is None:
                     phase = "backward" if backward else "forward"
-                    origin = self._new(phase, place, tensor, kind, func, before, index)
+                    origin = self._record_result(phase, place, tensor, kind, func, before, index)
                 self._origins.put(tensor, origin)
                 is_loss = tensor.dim() == 0 and any(t.requires_grad for t in pytree.tensors(before))
                 if is_loss and not backward and torch.is_grad_enabled():
@@ -324,30 +328,30 @@ class Tracker(TorchDispatchMode):
 
     # --- origins ----------------------------------------------------------------------------------
 
-    def _inherited(self, before: Any, place: _CallSite, kind: str) -> int | None:
+    def _inherit(self, before: Any, place: _CallSite, kind: str) -> int | None:
         """The origin that a result of `kind` has from its operation's arguments; None: its own."""
         tensors = [(tensor, _kind(tensor)) for tensor in pytree.tensors(before)]
-        origins = {self._origin_in(tensor, place, bad) for tensor, bad in tensors if bad}
-        return self._origins.inherited(origins, kind)
+        origins = {self._origin_of(tensor, place, bad) for tensor, bad in tensors if bad}
+        return self._origins.inherit(origins, kind)
 
-    def _origin_in(
+    def _origin_of(
         self, tensor: Tensor, place: _CallSite, kind: str, phase: str = "data", what: str = ""
     ) -> int:
         """The origin in a non-finite `tensor`; a new one if none was seen in its memory."""
         address = _address(tensor)
         if (known := self._origins.of(tensor)) is not None:
             return known
-        may_be_meant = True
+        may_be_intended = True
         if address in self._state:
             owner, what = self._state[address]
             phase, place = "weights", self._place_of(owner, place.operation)
-            may_be_meant = what not in owner._parameters  # a mask is a buffer
+            may_be_intended = what not in owner._parameters  # a mask is a buffer
         elif address in self._made_by:
             phase, place = "forward", self._place_of(self._made_by[address], _UNSEEN)
         what = what or ("output" if phase == "forward" else f"an operand of {place.operation}")
-        return self._add(phase, place, tensor, kind, what, meant=may_be_meant)
+        return self._record(phase, place, tensor, kind, what, intended=may_be_intended)
 
-    def _new(
+    def _record_result(
         self,
         phase: str,
         place: _CallSite,
@@ -365,10 +369,10 @@ class Tracker(TorchDispatchMode):
             "largest_input": max(filter(math.isfinite, sizes), default=None),
             "largest_result": _wider_magnitude(func, before, at),
         }
-        meant = any(map(math.isinf, numbers))
-        return self._add(phase, place, tensor, kind, "output", meant=meant, **known)
+        intended = any(map(math.isinf, numbers))
+        return self._record(phase, place, tensor, kind, "output", intended=intended, **known)
 
-    def _add(
+    def _record(
         self,
         phase: str,
         place: _CallSite,
@@ -376,15 +380,16 @@ class Tracker(TorchDispatchMode):
         kind: str,
         what: str,
         *,
-        meant: bool = False,
+        intended: bool = False,
         **known: Any,
     ) -> int:
+        """Record an origin in `tensor`; return its number."""
         if place.frame is not None:
             text = linecache.getline(*place.frame).strip()
             known["line"] = f"{place.frame[0]}:{place.frame[1]}: {text}"
         known |= {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": str(tensor.device)}
         origin = Explanation(phase, *place[:3], what, kind, **known)
-        return self._origins.add(origin, tensor, meant=meant)
+        return self._origins.record(origin, tensor, intended=intended)
 
 
 def _bare(model: nn.Module) -> nn.Module:
