@@ -99,8 +99,8 @@ class Event:
         """The type of the first input that is not an integer ("FP32"); "" if there is none. A
         kernel has that of its operation, or "TF32" where its name says so."""
         types = (self if self.types or self.parent is None else self.parent).types
-        found = next((_PRECISIONS[name] for name in types if name in _PRECISIONS), "")
-        return "TF32" if found == "FP32" and "tf32" in self.name.lower() else found
+        first = next((_PRECISIONS[name] for name in types if name in _PRECISIONS), "")
+        return "TF32" if first == "FP32" and "tf32" in self.name.lower() else first
 
     @property
     def units(self) -> str:
@@ -150,39 +150,52 @@ class Profile:
         marks = [event for event in self.host if event.name == STEP]
         self.steps = [(before.end, mark.end) for before, mark in pairwise(marks)]
         self.times: dict[tuple[str, str], float] = defaultdict(float)
-        found: dict[str, Operation] = {}
         if not self.steps:
             return
-        begin, end = self.steps[0][0], self.steps[-1][1]
-        self.duration = end - begin
+        self._begin, self._end = self.steps[0][0], self.steps[-1][1]
+        self.duration = self._end - self._begin
         for event in (*self.host, *self.device):
             event.kind = _kind_on_device(event) if event.category in _DEVICE else _kind(event)
+        self._count_transfers_where_nothing_else_runs()
+        thread = marks[0].thread
+        counted = self.device or [event for event in self.host if event.thread == thread]
+        self.operations = self._sum(event for event in counted if self._is_inside(event))
+        self._add_the_rest()
+
+    def _is_inside(self, event: Event) -> bool:
+        return self._begin <= event.start < self._end
+
+    def _count_transfers_where_nothing_else_runs(self) -> None:
         work = [event for event in self.device if event.kind not in _TRANSFERS]
         for event in self.device:
-            if event.kind in _TRANSFERS:  # counts where nothing else runs
+            if event.kind in _TRANSFERS:
                 overlaps = (min(event.end, w.end) - max(event.start, w.start) for w in work)
                 event.self_us = max(event.self_us - sum(us for us in overlaps if us > 0), 0.0)
-        own = (event for event in self.host if event.thread == marks[0].thread)
-        for event in self.device or own:
-            if not begin <= event.start < end:
-                continue
-            took = max(event.self_us - max(event.end - end, 0.0), 0.0)
+
+    def _sum(self, events: Iterable[Event]) -> list[Operation]:
+        """Add the events to the times; return their operations."""
+        operations: dict[str, Operation] = {}
+        for event in events:
+            took = max(event.self_us - max(event.end - self._end, 0.0), 0.0)
             detail = f"{event.precision or 'integers'}, {event.units}"
             self.times[event.kind, detail if event.kind == "matrix" else ""] += took
             if event.kind not in ("host", "data") and event.name != STEP:
                 source = event.parent if event.category == "kernel" and event.parent else event
                 inputs = source.name, source.dims, source.strides, source.types, event.kind
-                op = found.setdefault(repr(inputs), Operation(source, event.kind))
+                op = operations.setdefault(repr(inputs), Operation(source, event.kind))
                 op.ms += took / 1e3 / len(self.steps)
                 op.calls += 1 / len(self.steps)
-        left = self.duration - sum(self.times.values())
+        return sorted(operations.values(), key=lambda op: -op.ms)
+
+    def _add_the_rest(self) -> None:
+        """The time that no event takes: a device waits for the host, on the CPU Python runs."""
+        rest = self.duration - sum(self.times.values())
         if self.device:
             loading = sum(event.self_us for event in self.host if event.kind == "data")
-            self.times["data", ""] += (data := min(max(left, 0.0), loading))
-            self.times["host", ""] += left - data
+            self.times["data", ""] += (data := min(max(rest, 0.0), loading))
+            self.times["host", ""] += rest - data
         else:
-            self.times["python", ""] += left
-        self.operations = sorted(found.values(), key=lambda op: -op.ms)
+            self.times["python", ""] += rest
 
 
 def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event]]:

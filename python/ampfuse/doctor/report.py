@@ -1,4 +1,4 @@
-"""The doctor's report: where a step's time goes, what bounds it, and what would help."""
+"""The doctor's report: where a step's time goes, what its bottleneck is, and what would help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,8 +30,8 @@ from ampfuse.measuring import StepClock
 from ampfuse.optim.fused import FUSED
 
 MIN_GAIN = 1.05  # below that, noise decides
-# The bounds of a step, with the kinds of work that count for each.
-BOUNDS = {
+# What may be the bottleneck of a step, with the kinds of work that count for each.
+BOTTLENECKS = {
     "data loading": ("data",),
     "the host": ("python", "host", "sync"),
     "arithmetic": ("matrix",),
@@ -82,13 +82,13 @@ class Report:
 
     @property
     def bottleneck(self) -> str:
-        """The bound of the step: a key of ``BOUNDS``."""
-        return max(BOUNDS, key=lambda bound: self.share_of(*BOUNDS[bound]))
+        """What takes most of the step: a key of ``BOTTLENECKS``."""
+        return max(BOTTLENECKS, key=lambda name: self.share_of(*BOTTLENECKS[name]))
 
     @property
     def sentence(self) -> str:
         """The bottleneck as a sentence."""
-        kind = max(BOUNDS[self.bottleneck], key=self.share_of)
+        kind = max(BOTTLENECKS[self.bottleneck], key=self.share_of)
         share = f"{LABELS[kind]} takes {self.share_of(kind):.0%} of the time"
         rest = "" if self.advice else ". No change that the doctor knows would help"
         return f"bound by {self.bottleneck}: {share}{rest}"
@@ -100,7 +100,7 @@ class Report:
 
     @property
     def bound(self) -> str:
-        """``half_limit`` as a sentence."""
+        """The upper bound of what half precision gains, ``half_limit``, as a sentence."""
         share = f"{self.full_ms('matrix') / self.step_ms:.0%} of a step"
         limit = f"At most {self.half_limit:.2f}x from half precision"
         return f"{limit}, if the FP32 matrix work ({share}) took no time."
@@ -223,49 +223,102 @@ def _half_pays(name: str) -> Callable[[Report], bool]:
     )
 
 
-# fmt: off
-# A change, how to make it, when it applies, and the kinds of work of which it saves a part. If that
-# is the whole, the gain is "at most", as if nothing came in its place; if half, "about". Rules with
-# matrix work count only work that is not in half precision.
-RULES: tuple[tuple[str, str, Callable[[Report], bool], tuple[str, ...], float], ...] = (
-    ("faster loading", "DataLoader(num_workers=..., persistent_workers=True): one for each "
-     "core, more if they wait for files; cheaper transforms",
-     lambda report: True, ("data",), 1.0),
+class Rule(NamedTuple):
+    """A change that saves a part of a step's time.
+
+    Attributes:
+        change, suggestion: what it is, and how to make it.
+        applies: whether the report allows it.
+        kinds: the kinds of work that it saves a part of.
+        saves: which part: at most all of it, as if nothing came in its place, or about a half.
+        full_only: it saves time only of operations that are not in half precision.
+    """
+
+    change: str
+    suggestion: str
+    kinds: tuple[str, ...]
+    applies: Callable[[Report], bool] = lambda report: True
+    saves: Literal["at most all", "about half"] = "at most all"
+    full_only: bool = False
+
+    def gain(self, report: Report) -> float:
+        """The speedup of the step."""
+        if self.full_only:
+            ms = report.full_ms(*self.kinds)
+        else:
+            ms = report.share_of(*self.kinds) * report.step_ms
+        return report.gain_of(ms / 2 if self.saves == "about half" else ms)
+
+
+RULES = (
+    Rule(
+        "faster loading",
+        "DataLoader(num_workers=..., persistent_workers=True): one for each core, more if they "
+        "wait for files; cheaper transforms",
+        ("data",),
+    ),
     # Half as many bytes; units for half precision gain more, and small products less.
-    *((f"{name} ({level})", "model, optimizer = amp.initialize(model, optimizer, "
-       f'opt_level="{level}")', _half_pays(name), ("matrix", "memory", "norm"), 0.5)
-      for name, level in (("BF16", "O5"), ("FP16", "O2"))),
-    ("fused optimizer", "the one of the same name in ampfuse.optim, or opt_level O0: one pass "
-     "over all parameters", lambda report: not FUSED.keys().isdisjoint(report.optimizers),
-     ("optimizer",), 0.5),
-    ("one launch for a whole step", "ampfuse.graphs.make_graphed_step(model, loss_fn, "
-     "optimizer, batch): a CUDA graph; first remove the lines that synchronize",
-     lambda report: report.is_on_gpu, ("host",), 1.0),
-    ("less Python, fewer and larger operations", "move loading (into a DataLoader), logging "
-     "and file access out of the step; larger batches; torch.compile(model)",
-     lambda report: not report.is_on_gpu, ("host", "python"), 1.0),
-    ("less communication", "overlap it with the backward pass (DistributedDataParallel), or "
-     "send half precision", lambda report: True, ("communication",), 1.0),
-    ("fewer casts", "keep tensors in one type from the model's input to its output; O2 and O5 "
-     "keep weights in half, where autocast casts them in every step",
-     lambda report: True, ("cast",), 1.0),
-    ("fewer transpositions", "keep images in one memory format (in half precision "
-     "channels_last), call .contiguous() once and not in each step",
-     lambda report: True, ("layout",), 1.0),
+    *(
+        Rule(
+            f"{name} ({level})",
+            f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")',
+            ("matrix", "memory", "norm"),
+            applies=_half_pays(name),
+            saves="about half",
+            full_only=True,
+        )
+        for name, level in (("BF16", "O5"), ("FP16", "O2"))
+    ),
+    Rule(
+        "fused optimizer",
+        "the one of the same name in ampfuse.optim, or opt_level O0: one pass over all parameters",
+        ("optimizer",),
+        applies=lambda report: not FUSED.keys().isdisjoint(report.optimizers),
+        saves="about half",
+    ),
+    Rule(
+        "one launch for a whole step",
+        "ampfuse.graphs.make_graphed_step(model, loss_fn, optimizer, batch): a CUDA graph; first "
+        "remove the lines that synchronize",
+        ("host",),
+        applies=lambda report: report.is_on_gpu,
+    ),
+    Rule(
+        "less Python, fewer and larger operations",
+        "move loading (into a DataLoader), logging and file access out of the step; larger "
+        "batches; torch.compile(model)",
+        ("host", "python"),
+        applies=lambda report: not report.is_on_gpu,
+    ),
+    Rule(
+        "less communication",
+        "overlap it with the backward pass (DistributedDataParallel), or send half precision",
+        ("communication",),
+    ),
+    Rule(
+        "fewer casts",
+        "keep tensors in one type from the model's input to its output; O2 and O5 keep weights in "
+        "half, where autocast casts them in every step",
+        ("cast",),
+    ),
+    Rule(
+        "fewer transpositions",
+        "keep images in one memory format (in half precision channels_last), call .contiguous() "
+        "once and not in each step",
+        ("layout",),
+    ),
 )
-# fmt: on
 
 
 def find(report: Report) -> list[Finding]:
     """The changes that help by the `RULES`."""
-    found = []
-    for what, suggestion, applies, kinds, part in RULES:
-        is_half = "matrix" in kinds
-        ms = report.full_ms(*kinds) if is_half else report.share_of(*kinds) * report.step_ms
-        gain, basis = report.gain_of(part * ms), "at most" if part == 1 else "about"
-        if gain >= MIN_GAIN and applies(report):
-            found.append(Finding(what, suggestion, found=f"{basis} {gain:.2f}x", gain=gain))
-    return found
+    findings = []
+    for rule in RULES:
+        gain = rule.gain(report)
+        if gain >= MIN_GAIN and rule.applies(report):
+            speedup = f"{rule.saves.rpartition(' ')[0]} {gain:.2f}x"
+            findings.append(Finding(rule.change, rule.suggestion, found=speedup, gain=gain))
+    return findings
 
 
 # --- the backends of attention --------------------------------------------------------------------
@@ -308,8 +361,8 @@ def compare_attention(report: Report, profile: Profile) -> list[Finding]:
     gain = report.gain_of(len(same) / len(profile.steps) * (medians[used] - medians[best]))
     chosen = ", ".join(str(_BACKENDS[name]) for name in (best, used))
     line = f"with torch.nn.attention.sdpa_kernel([{chosen}], set_priority=True):"
-    kind, found = f"attention by {best}", f"measured {gain:.2f}x"
-    return [Finding(kind, f"around the steps: {line}", found=found, gain=gain)]
+    kind, speedup = f"attention by {best}", f"measured {gain:.2f}x"
+    return [Finding(kind, f"around the steps: {line}", found=speedup, gain=gain)]
 
 
 def measure_attention(event: Event, device: torch.device) -> dict[str, list[float]]:
@@ -325,7 +378,7 @@ def measure_attention(event: Event, device: torch.device) -> dict[str, list[floa
     )
     inputs: list[Any] = [tensor.requires_grad_() for tensor in (query, key, value)]
     options["enable_gqa"] = query.shape[1] != key.shape[1]
-    found = {}
+    times = {}
     with same_random_numbers(), torch.enable_grad():
         for name, backend in _BACKENDS.items():
             clock = StepClock(device)
@@ -334,5 +387,5 @@ def measure_attention(event: Event, device: torch.device) -> dict[str, list[floa
                     output = scaled_dot_product_attention(*inputs, *mask, **options)
                     torch.autograd.grad(output, inputs, torch.ones_like(output))
                     clock.mark()
-                found[name] = clock.flush()[-5:]
-    return found
+                times[name] = clock.flush()[-5:]
+    return times
