@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _TAG = "; autocast by a GPU's rules (ampfuse)"
 # What the program chose by `cpu_half_ops`; None: `amp.initialize` decides.
-_user_choice: bool | None = None
+choice: bool | None = None
 
 
 def cpu_half_ops(on: bool = True) -> contextlib.ExitStack:
@@ -38,36 +38,32 @@ def cpu_half_ops(on: bool = True) -> contextlib.ExitStack:
         A context that restores, at its end, the state before the call.
     """
     before = contextlib.ExitStack()
-    before.callback(_choose, _user_choice, _C.half_ops(), _C.autocast_rules())
-    _choose(on, on, on)
+    before.callback(_set, choice, _C.half_ops(), _C.autocast_rules())
+    _set(on, on, on)
     return before
 
 
-def unless_disabled() -> contextlib.ExitStack:
-    """:func:`cpu_half_ops` for a block, or ``cpu_half_ops(False)`` if the program chose that."""
-    return cpu_half_ops(_user_choice is not False)
-
-
-def reset() -> None:
-    """Put torch's kernels and rules back, and let ``initialize`` decide again."""
-    _choose(None, False, False)
-
-
 def enable_for(policy: Policy) -> None:
-    """Use the kernels and rules that `policy` needs for a model on the CPU."""
-    if _user_choice is None and policy.computes_in_half:
+    """For ``initialize``: use what `policy` needs for a model on the CPU, unless the program has
+    chosen."""
+    if choice is None and policy.computes_in_half:
         use(True, rules=policy.autocast_type is not None or _C.autocast_rules())
 
 
 def use(kernels: bool, *, rules: bool = False) -> None:
     """Use our kernels, and under autocast a GPU's rules, until the next ``initialize``."""
+    _set(choice, kernels, rules)
+
+
+def reset() -> None:
+    """Put torch's kernels and rules back, and let ``initialize`` decide again."""
+    _set(None, False, False)
+
+
+def _set(new_choice: bool | None, kernels: bool, rules: bool) -> None:
+    global choice
+    choice = new_choice
     _C.set_half_ops(kernels)
     _C.set_autocast_rules(rules)
     # The key of torch.compile's cache on disk does not contain the rules that chose the types.
     compiler.cache_key_tag = compiler.cache_key_tag.replace(_TAG, "") + _TAG * rules
-
-
-def _choose(choice: bool | None, kernels: bool, rules: bool) -> None:
-    global _user_choice
-    _user_choice = choice
-    use(kernels, rules=rules)

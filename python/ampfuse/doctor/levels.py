@@ -307,7 +307,7 @@ def _untouched(task: _Task) -> Iterator[None]:
             torch.autocast(task.device.type, enabled=False),
             function_casts.registered_for_now(),
             sessions.set_aside(),
-            half_ops.unless_disabled(),
+            half_ops.cpu_half_ops(half_ops.choice is not False),
         ):
             yield
     finally:
