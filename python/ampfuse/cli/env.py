@@ -74,13 +74,13 @@ def show(probes: Iterable[Probe]) -> None:
 
 
 def _installation() -> Facts:
-    found: Facts = {"path": os.path.dirname(os.path.abspath(ampfuse.__file__))}
+    facts: Facts = {"path": os.path.dirname(os.path.abspath(ampfuse.__file__))}
     try:
         from ampfuse import _build_info
     except ImportError:
-        return {**found, "built": "no: this source tree has not been installed"}
+        return {**facts, "built": "no: this source tree has not been installed"}
     return {
-        **found,
+        **facts,
         "version": _build_info.VERSION,
         "built for torch": ", ".join(_build_info.TORCH_VERSIONS),
         "tested with torch": " to ".join(_build_info.TORCH_TESTED),
@@ -162,14 +162,14 @@ def _gpus() -> Facts:
 
     from ampfuse import devices
 
-    found: Facts = {}
+    facts: Facts = {}
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(i)
         size = f"{properties.total_memory / 2**30:.1f} GiB"
-        found[f"GPU {i}"] = f"{properties.name}, {size}: {_gpu_status(torch.device('cuda', i))}"
-    if not found:
-        found["GPUs"] = f"none that torch can use: {_why_no_gpu(devices.built_for())}"
-    return found
+        facts[f"GPU {i}"] = f"{properties.name}, {size}: {_gpu_status(torch.device('cuda', i))}"
+    if not facts:
+        facts["GPUs"] = f"none that torch can use: {_why_no_gpu(devices.built_for())}"
+    return facts
 
 
 def _gpu_status(device: Any) -> str:

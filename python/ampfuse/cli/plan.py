@@ -45,7 +45,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     settings = dict(map(_setting, args.set))
     model, batch = (_of_timm if args.timm else _of_transformers)(args, settings)
     try:
-        found = ampfuse.plan(
+        plan = ampfuse.plan(
             model,
             batch,
             args.optimizer,
@@ -58,8 +58,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         )
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
-    print(found)
-    return 0 if found.budget is None or any(map(found.fits, found.held)) else 1
+    print(plan)
+    return 0 if plan.budget is None or any(map(plan.fits, plan.held)) else 1
 
 
 def _setting(text: str) -> tuple[str, Any]:
