@@ -1,9 +1,9 @@
 """Small helpers for torch: types, reading without waiting, wrapped modules, private functions.
 
-What levels need of torch's private tracing, dispatch and compiler is here, so that a new release of
-torch is checked here first. Three uses are elsewhere: amp/float32_output.py makes a subclass of
-Tensor, amp/grad_scaler.py extends torch's class by its internals, and pytree.py walks containers.
-Insight and the doctor look further into torch, where they do.
+The private functions of torch's compiler and tracers that a level needs are here, so that a new
+release of torch is checked here first. Other private names are where they are used: those for
+subclasses of Tensor (amp/float32_output.py, optim/masters.py), of torch's GradScaler
+(amp/grad_scaler.py), of pytree and of modules. Insight and the doctor look further into torch.
 CI tests all with torch 2.11, 2.13 and 2.15 (``dependency-groups`` in pyproject.toml).
 """
 
