@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -228,17 +228,18 @@ class Rule(NamedTuple):
 
     Attributes:
         change, suggestion: what it is, and how to make it.
-        applies: whether the report allows it.
-        kinds: the kinds of work that it saves a part of.
-        saves: which part: at most all of it, as if nothing came in its place, or about a half.
-        full_only: it saves time only of operations that are not in half precision.
+        kinds: the kinds of work that take less time then.
+        applies: whether the change is possible.
+        saves_half: about half of their time; otherwise at most all of it, as if nothing came in
+            its place.
+        full_only: only the time of operations that are not in half precision.
     """
 
     change: str
     suggestion: str
     kinds: tuple[str, ...]
     applies: Callable[[Report], bool] = lambda report: True
-    saves: Literal["at most all", "about half"] = "at most all"
+    saves_half: bool = False
     full_only: bool = False
 
     def gain(self, report: Report) -> float:
@@ -247,10 +248,10 @@ class Rule(NamedTuple):
             ms = report.full_ms(*self.kinds)
         else:
             ms = report.share_of(*self.kinds) * report.step_ms
-        return report.gain_of(ms / 2 if self.saves == "about half" else ms)
+        return report.gain_of(ms / 2 if self.saves_half else ms)
 
 
-RULES = (
+RULES: tuple[Rule, ...] = (
     Rule(
         "faster loading",
         "DataLoader(num_workers=..., persistent_workers=True): one for each core, more if they "
@@ -264,7 +265,7 @@ RULES = (
             f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")',
             ("matrix", "memory", "norm"),
             applies=_half_pays(name),
-            saves="about half",
+            saves_half=True,
             full_only=True,
         )
         for name, level in (("BF16", "O5"), ("FP16", "O2"))
@@ -274,7 +275,7 @@ RULES = (
         "the one of the same name in ampfuse.optim, or opt_level O0: one pass over all parameters",
         ("optimizer",),
         applies=lambda report: not FUSED.keys().isdisjoint(report.optimizers),
-        saves="about half",
+        saves_half=True,
     ),
     Rule(
         "one launch for a whole step",
@@ -316,7 +317,7 @@ def find(report: Report) -> list[Finding]:
     for rule in RULES:
         gain = rule.gain(report)
         if gain >= MIN_GAIN and rule.applies(report):
-            speedup = f"{rule.saves.rpartition(' ')[0]} {gain:.2f}x"
+            speedup = f"{'about' if rule.saves_half else 'at most'} {gain:.2f}x"
             findings.append(Finding(rule.change, rule.suggestion, found=speedup, gain=gain))
     return findings
 
