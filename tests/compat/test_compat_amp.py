@@ -16,7 +16,7 @@ import ampfuse.amp
 from ampfuse.amp import policy as policies
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp
-from ampfuse.compat.apex.amp import frontend, overflow_report
+from ampfuse.compat.apex.amp import frontend
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from cases import LEVELS, bf16, f16, f32, through_a_file
 from conftest import clean_apex_names
@@ -104,13 +104,13 @@ def test_an_overflow_of_several_optimizers_is_printed_once(capsys):
 
 
 def test_what_a_device_has_not_told_yet_is_printed_later(monkeypatch, capsys):
-    class Slow(overflow_report.Sample):
+    class Slow(amp.scaler.Sample):
         arrived = False
 
         def has_arrived(self):
             return Slow.arrived
 
-    monkeypatch.setattr(overflow_report, "Sample", Slow)
+    monkeypatch.setattr(amp.scaler, "Sample", Slow)
     model, optimizer = start(verbosity=1, max_loss_scale=1024.0)
     train(model, optimizer, INF, 1.0, INF)
     assert capsys.readouterr().out == ""

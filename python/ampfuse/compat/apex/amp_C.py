@@ -31,9 +31,9 @@ def multi_tensor_scale(_: int, flag: Tensor, lists: TensorLists, scale: float) -
     """``out = in * scale`` for the lists (in, out). Inputs are checked, not results."""
     src, dst = rows("multi_tensor_scale", lists, 2)
     src, dst = without_integers(lambda x, out: out.copy_(x * scale), src, dst)
-    found = torch.zeros((), device=flag.device)
-    checked(ops.scale, src, dst, float(scale), found)
-    set_flag(flag, found)
+    overflow = torch.zeros((), device=flag.device)
+    checked(ops.scale, src, dst, float(scale), overflow)
+    set_flag(flag, overflow)
 
 
 def multi_tensor_axpby(
@@ -42,9 +42,9 @@ def multi_tensor_axpby(
     """``out = a * x + b * y`` for the lists (x, y, out); checks -1 both, 0 x, 1 y."""
     x, y, out = rows("multi_tensor_axpby", lists, 3)
     x, y, out = without_integers(lambda x, y, out: out.copy_(a * x + b * y), x, y, out)
-    found = torch.zeros((), device=flag.device)
-    checked(ops.axpby, x, y, out, float(a), float(b), found, int(arg_to_check))
-    set_flag(flag, found)
+    overflow = torch.zeros((), device=flag.device)
+    checked(ops.axpby, x, y, out, float(a), float(b), overflow, int(arg_to_check))
+    set_flag(flag, overflow)
 
 
 def multi_tensor_l2norm(

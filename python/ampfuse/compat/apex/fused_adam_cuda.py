@@ -23,9 +23,9 @@ from torch import Tensor
 
 @torch.no_grad()
 def _adam(
-    reversible: bool, p: Tensor, p_copy: Tensor, m: Tensor, v: Tensor, grad: Tensor, *given: Any
+    reversible: bool, p: Tensor, p_copy: Tensor, m: Tensor, v: Tensor, grad: Tensor, *numbers: Any
 ) -> None:
-    g, beta1, beta2, rate, root, decay = _numbers(p, grad, *given)
+    g, beta1, beta2, rate, root, decay = _numbers(p, grad, *numbers)
     finite = g.isfinite() if reversible else torch.ones_like(g, dtype=torch.bool)
     new_m, new_v = torch.lerp(g, m, beta1), torch.lerp(g * g, v, beta2)
     new_p = p - rate * (new_m / root(new_v) + decay * p)
@@ -38,9 +38,9 @@ def _adam(
 
 @torch.no_grad()
 def maybe_adam_undo(
-    flag: Tensor, p: Tensor, m: Tensor, v: Tensor, grad: Tensor, *given: Any
+    flag: Tensor, p: Tensor, m: Tensor, v: Tensor, grad: Tensor, *numbers: Any
 ) -> None:
-    g, beta1, beta2, rate, root, decay = _numbers(p, grad, *given)
+    g, beta1, beta2, rate, root, decay = _numbers(p, grad, *numbers)
     old_p = (p + rate * m / root(v)) / (1 - rate * decay)
     old_m, old_v = (m - (1 - beta1) * g) / beta1, (v - (1 - beta2) * g * g) / beta2
     back = g.isfinite() & (flag != 0).any()
@@ -56,17 +56,17 @@ def strided_check_finite(flag: Tensor, p_copy: Tensor, stride: int, clear: int) 
     flag.masked_fill_(~p_copy.view(-1)[::stride].isfinite().all(), 1)
 
 
-def _numbers(p: Tensor, grad: Tensor, *given: Any) -> Any:
-    lr, beta1, beta2, eps, grad_scale, step, eps_mode, bias_correction, decay = given
+def _numbers(p: Tensor, grad: Tensor, *numbers: Any) -> Any:
+    lr, beta1, beta2, eps, grad_scale, step, eps_mode, bias_correction, decay = numbers
     rate = lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step) if bias_correction else lr
     root = (lambda v: v.sqrt() + eps) if eps_mode else (lambda v: (v + eps).sqrt())
     return grad.to(p.dtype) / grad_scale, beta1, beta2, rate, root, decay
 
 
-def _on_lists(step: Callable[..., None], chunk_size: int, flag: Tensor, lists: Any, *given: Any):  # type: ignore[no-untyped-def]
+def _on_lists(step: Callable[..., None], chunk_size: int, flag: Tensor, lists: Any, *numbers: Any):  # type: ignore[no-untyped-def]
     for p, m, v, grad, *copy in zip(*lists, strict=True):
         second = (flag, p) if step is maybe_adam_undo else (p, *copy, *[p[:0]] * (not copy))
-        step(*second, m, v, grad, *given)
+        step(*second, m, v, grad, *numbers)
 
 
 adam, reversible_adam = functools.partial(_adam, False), functools.partial(_adam, True)

@@ -101,12 +101,12 @@ def uninstall() -> None:
 
 def _modules() -> dict[str, ModuleType]:
     """All modules of this package, which imports them itself, by their names in apex."""
-    found = {
+    modules = {
         name.replace(_HERE, "apex", 1): module
         for name, module in list(sys.modules.items())
         if f"{name}.".startswith(f"{_HERE}.") and not name.endswith(".__main__")
     }
-    return found | {name: found[f"apex.{name}"] for name in EXTENSIONS}
+    return modules | {name: modules[f"apex.{name}"] for name in EXTENSIONS}
 
 
 def _old_pickles() -> list[Any]:

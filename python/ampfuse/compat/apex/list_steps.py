@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,30 @@ from ampfuse.torch_utils import FLOAT_DTYPES, HALF_DTYPES
 
 TensorLists = Sequence[Sequence[Tensor]]
 _FORMATS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
+
+
+class Types(NamedTuple):
+    """The types that a list may hold. In a row all lists with the same `of` have the same type."""
+
+    allowed: tuple[torch.dtype, ...] = FLOAT_DTYPES
+    of: str = ""
+
+
 Lists = dict[str, list[Tensor]]
 Numbers = dict[str, Any]
+# By the names of an operation's lists, in their order.
+Kinds = Mapping[str, Types]
+_FLOAT32, _HALF = Types((torch.float32,)), Types(HALF_DTYPES)
+# Any type; where several lists have one of these, the type of the first.
+_AS_GRADS, _AS_PARAMS, _AS_UPDATES = Types(of="grads"), Types(of="params"), Types(of="updates")
 
-_MOMENTS = "grads:a params:b exp_avg:F exp_avg_sq:F"
+_MOMENTS = {
+    "grads": _AS_GRADS,
+    "params": _AS_PARAMS,
+    "exp_avg": _FLOAT32,
+    "exp_avg_sq": _FLOAT32,
+}
+_LAMB_LISTS = dict.fromkeys(("grads", "params", "exp_avg", "exp_avg_sq"), _AS_GRADS)
 _ADAM = "lr beta1 beta2 eps step mode bias_correction weight_decay"
 _LAMB = (
     "lr beta1 beta2 eps step bias_correction weight_decay grad_averaging mode "
@@ -33,32 +53,31 @@ _LAMB = (
 )
 
 
-def _operation(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
+def _operation(names: str, *kinds: Kinds) -> Callable[..., Callable[..., None]]:
     """Make ``f(noop_flag, lists, numbers)`` an operation of ``amp_C``, whose arguments lack names.
 
-    A call is ``f(chunk_size, noop_flag, tensor_lists, *values)``. `numbers` are the names of the
-    values; those ``per_tensor`` are tensors of as many elements. `lists` has the names and types of
-    the lists, as :func:`typed_rows` reads them: gradients, parameters, half weights that receive
-    these (models), a place for updates, and the states of the algorithm. A second text is for calls
-    with one list more.
+    A call is ``f(chunk_size, noop_flag, tensor_lists, *values)``. `names` are those of the values;
+    those ``per_tensor`` are tensors of as many elements. `kinds` are the lists: gradients,
+    parameters, half weights that receive these (models), a place for updates, and the states of
+    the algorithm. Others are for calls with another number of lists.
     """
-    names = numbers.split()
+    name_of = names.split()
 
     def decorate(run: Callable[[Tensor, Lists, Numbers], None]) -> Callable[..., None]:
         @functools.wraps(run)
         def operation(_: int, noop_flag: Tensor, tensor_lists: TensorLists, *values: Any) -> None:
-            if len(values) == len(names) - 1 and names[-1] == "use_nvlamb":
+            if len(values) == len(name_of) - 1 and name_of[-1] == "use_nvlamb":
                 values = (*values, False)
-            if len(values) != len(names):
-                found = f"got {len(values)} values after the lists of tensors"
-                raise TypeError(f"{run.__name__}: {found}; it takes {', '.join(names)}.")
-            given = dict(zip(names, values, strict=True))
-            typed, length = typed_rows(run.__name__, tensor_lists, *lists), len(tensor_lists[0])
-            for name, value in given.items():
+            if len(values) != len(name_of):
+                problem = f"got {len(values)} values after the lists of tensors"
+                raise TypeError(f"{run.__name__}: {problem}; it takes {', '.join(name_of)}.")
+            numbers = dict(zip(name_of, values, strict=True))
+            lists, length = typed_rows(run.__name__, tensor_lists, *kinds), len(tensor_lists[0])
+            for name, value in numbers.items():
                 if name.startswith("per_tensor") and value.numel() != length:
-                    found = f"{name} has {value.numel()} elements for {length} tensors"
-                    raise RuntimeError(f"{run.__name__}: {found}.")
-            run(noop_flag, typed, given)
+                    problem = f"{name} has {value.numel()} elements for {length} tensors"
+                    raise RuntimeError(f"{run.__name__}: {problem}.")
+            run(noop_flag, lists, numbers)
 
         return operation
 
@@ -67,155 +86,177 @@ def _operation(numbers: str, *lists: str) -> Callable[..., Callable[..., None]]:
 
 @_operation(
     "weight_decay momentum dampening lr nesterov first_run wd_after_momentum scale",
-    "grads:a params:a momentum_buffer:a",
-    "grads:a params:F momentum_buffer:F models:H",
+    {"grads": _AS_GRADS, "params": _AS_GRADS, "momentum_buffer": _AS_GRADS},
+    {"grads": _AS_GRADS, "params": _FLOAT32, "momentum_buffer": _FLOAT32, "models": _HALF},
 )
-def multi_tensor_sgd(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
+def multi_tensor_sgd(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """SGD on (gradients, parameters, momentum buffers[, half model weights]). Reads the flag.
 
     Gradients are multiplied by `scale`. In `first_run` the buffers become the gradients.
     """
     grads, params, stop = lists["grads"], lists["params"], (noop_flag != 0).float()
-    given["step"] = 1 if given["first_run"] else 2
+    numbers["step"] = 1 if numbers["first_run"] else 2
     if all(p.dtype == torch.float32 for p in params):
-        _step("sgd", lists, given, loss_scale=1 / _floats(given["scale"], lists), stop=stop)
+        _step("sgd", lists, numbers, loss_scale=1 / _floats(numbers["scale"], lists), stop=stop)
         return
     # apex rounds the step to the type of half parameters before adding it. So the step is made in
     # FP32, from the decay on where that comes late, and rounded as half weights of masters are.
-    decay = given.pop("weight_decay")
-    late = -given["lr"] * decay * bool(given["wd_after_momentum"])
+    decay = numbers.pop("weight_decay")
+    late = -numbers["lr"] * decay * bool(numbers["wd_after_momentum"])
     step = [p.float() * late if late else torch.zeros_like(p, dtype=torch.float32) for p in params]
     scaled = [torch.empty_like(t) for t in step]
-    early = 0.0 if given["wd_after_momentum"] else decay
+    early = 0.0 if numbers["wd_after_momentum"] else decay
     if early:
-        checked(ops.axpby, grads, params, scaled, given["scale"], early)
+        checked(ops.axpby, grads, params, scaled, numbers["scale"], early)
     else:
-        checked(ops.scale, grads, scaled, given["scale"])
+        checked(ops.scale, grads, scaled, numbers["scale"])
     rounded = [torch.zeros_like(p) for p in params]
-    _step("sgd", lists | {"grads": scaled, "params": step, "models": rounded}, given, stop=stop)
+    _step("sgd", lists | {"grads": scaled, "params": step, "models": rounded}, numbers, stop=stop)
     torch._foreach_add_(params, rounded)
 
 
 @_operation(_ADAM, _MOMENTS)
-def multi_tensor_adam(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
+def multi_tensor_adam(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """Adam on (gradients, parameters, exp_avg, exp_avg_sq); the last two are float32."""
-    _step("adam", lists, given)
+    _step("adam", lists, numbers)
 
 
 @_operation(f"{_ADAM} inv_scale", _MOMENTS)
-def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
+def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """:func:`multi_tensor_adam` with `lr`, `step` and `inv_scale` on the device.
 
     The gradients are multiplied by `inv_scale`, also where they are. A flag of 1 stops it.
     """
-    grads, inverse = lists["grads"], _floats(given["inv_scale"], lists)
+    grads, inverse = lists["grads"], _floats(numbers["inv_scale"], lists)
     stop = (noop_flag == 1).float()
-    _step("adam", lists, given, loss_scale=1 / inverse, stop=stop)
+    _step("adam", lists, numbers, loss_scale=1 / inverse, stop=stop)
     checked(ops.unscale, grads, grads, torch.where(stop > 0, torch.ones_like(inverse), inverse))
 
 
-@_operation(f"{_ADAM} inv_scale", "grads:a models:b exp_avg:F exp_avg_sq:F params:F")
-def multi_tensor_adam_capturable_master(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
+@_operation(
+    f"{_ADAM} inv_scale",
+    {
+        "grads": _AS_GRADS,
+        "models": _AS_PARAMS,
+        "exp_avg": _FLOAT32,
+        "exp_avg_sq": _FLOAT32,
+        "params": _FLOAT32,
+    },
+)
+def multi_tensor_adam_capturable_master(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """The same on float32 masters, the fifth list; the parameters become what these round to."""
-    inspect.unwrap(multi_tensor_adam_capturable)(noop_flag, lists, given)
+    inspect.unwrap(multi_tensor_adam_capturable)(noop_flag, lists, numbers)
 
 
-@_operation("lr eps mode weight_decay", "grads:a params:a sum:a")
-def multi_tensor_adagrad(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
+@_operation("lr eps mode weight_decay", {"grads": _AS_GRADS, "params": _AS_GRADS, "sum": _AS_GRADS})
+def multi_tensor_adagrad(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """Adagrad on (gradients, parameters, sums of squares)."""
-    _step("adagrad", lists, given)
+    _step("adagrad", lists, numbers)
 
 
 @_operation(
     "grad_norms lr beta1 beta2 eps step bias_correction weight_decay grad_averaging mode norm_type",
-    "grads:a params:a exp_avg:a",
+    {"grads": _AS_GRADS, "params": _AS_GRADS, "exp_avg": _AS_GRADS},
 )
-def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
+def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """NovoGrad on (gradients, parameters, exp_avg). Sets the flag for gradients not finite.
 
     `grad_norms` (float32, one for each tensor) are the averages of norms, advanced in place; with
     bias correction they are corrected wherever they started. `norm_type`: 2, or 0 for the maximum.
     `mode` 0: norms and decay act on the gradient, before the moment; 1: on the moment.
     """
-    if (kind := given["norm_type"]) not in (0, 2):
+    if (kind := numbers["norm_type"]) not in (0, 2):
         raise RuntimeError(f"multi_tensor_novograd: norm_type must be 0 (maximum) or 2, not {kind}")
     # An average that started at the first norm would not be corrected without init_zero.
-    given |= {"init_zero": True, "reg_inside_moment": 1 - given["mode"]}
-    _step("novograd", lists, given, norm_averages=given["grad_norms"].detach())
+    numbers |= {"init_zero": True, "reg_inside_moment": 1 - numbers["mode"]}
+    _step("novograd", lists, numbers, norm_averages=numbers["grad_norms"].detach())
     _norms(noop_flag, lists["grads"])
 
 
-@_operation(f"{_LAMB} use_nvlamb", "grads:a params:a exp_avg:a exp_avg_sq:a")
-def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
+@_operation(f"{_LAMB} use_nvlamb", _LAMB_LISTS)
+def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """LAMB on (gradients, parameters, exp_avg, exp_avg_sq); leaves the update in the gradients.
 
     They are first divided by `global_grad_norm` / `max_grad_norm` if that is more than 1. Sets the
     flag for parameters and updates that are not finite.
     """
-    _lamb(noop_flag, lists, given, stops=False)
+    _lamb(noop_flag, lists, numbers, stop_on_flag=False)
 
 
 @_operation(
     f"{_LAMB} use_nvlamb found_inf inv_scale",
-    "grads:a params:a exp_avg:a exp_avg_sq:a",
-    "grads:a params:F exp_avg:F exp_avg_sq:F models:b",
+    _LAMB_LISTS,
+    {
+        "grads": _AS_GRADS,
+        "params": _FLOAT32,
+        "exp_avg": _FLOAT32,
+        "exp_avg_sq": _FLOAT32,
+        "models": _AS_PARAMS,
+    },
 )
-def multi_tensor_lamb_mp(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
+def multi_tensor_lamb_mp(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """:func:`multi_tensor_lamb` with numbers on the device and, as a fifth list, half weights.
 
     Gradients are multiplied by `inv_scale` too. A flag that is set stops everything, and so does a
     parameter that is not finite; an update that is not finite has reached the moments, but does
     not reach the parameters. `found_inf` is ignored.
     """
-    _lamb(noop_flag, lists, given, stops=True)
+    _lamb(noop_flag, lists, numbers, stop_on_flag=True)
 
 
 @_operation(
     "per_tensor_decay step beta1 beta2 eps global_grad_norm max_grad_norm",
-    "grads:a params:b exp_avg:b exp_avg_sq:b updates:c",
+    {
+        "grads": _AS_GRADS,
+        "params": _AS_PARAMS,
+        "exp_avg": _AS_PARAMS,
+        "exp_avg_sq": _AS_PARAMS,
+        "updates": _AS_UPDATES,
+    },
 )
-def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
+def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """LAMB's update, on (gradients, parameters, exp_avg, exp_avg_sq, updates).
 
     `step` counts the steps before this one. Reading the decays, which are decoupled,
     synchronizes with the device.
     """
-    decays = given["per_tensor_decay"].tolist()
-    given["step"] += 1
+    decays = numbers["per_tensor_decay"].tolist()
+    numbers["step"] += 1
     for decay in dict.fromkeys(decays):  # a call of the kernel has one
-        is_alike = [d == decay for d in decays]
-        alike = {
-            name: list(itertools.compress(tensors, is_alike)) for name, tensors in lists.items()
+        has_it = [d == decay for d in decays]
+        same_decay = {
+            name: list(itertools.compress(tensors, has_it)) for name, tensors in lists.items()
         }
-        _step("lamb_update", alike, given | {"weight_decay": decay}, loss_scale=_clip(given, lists))
+        options = numbers | {"weight_decay": decay}
+        _step("lamb_update", same_decay, options, loss_scale=_clip(numbers, lists))
 
 
 @_operation(
     "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb",
-    "params:a grads:b",
+    {"params": _AS_PARAMS, "grads": _AS_GRADS},
 )
-def multi_tensor_lamb_stage2_cuda(noop_flag: Tensor, lists: Lists, given: Numbers) -> None:
+def multi_tensor_lamb_stage2_cuda(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """LAMB's step, on (parameters, updates), by the ratios of the norms."""
-    norms = given["per_tensor_param_norm"], given["per_tensor_update_norm"]
-    _step("sgd", lists, {"lr": _lamb_rates(given, lists, *norms)})
+    norms = numbers["per_tensor_param_norm"], numbers["per_tensor_update_norm"]
+    _step("sgd", lists, {"lr": _lamb_rates(numbers, lists, *norms)})
 
 
-def _lamb(noop_flag: Tensor, lists: Lists, given: Numbers, *, stops: bool) -> None:
-    """Both halves of LAMB. If it `stops`, then for a flag that is set on entry or on the way."""
+def _lamb(noop_flag: Tensor, lists: Lists, numbers: Numbers, *, stop_on_flag: bool) -> None:
+    """Both halves of LAMB. `stop_on_flag`: stop if it is set on entry or on the way."""
     grads, params, models = lists["grads"], lists["params"], lists.pop("models", [])
-    clip = _clip(given, lists) / _floats(given.get("inv_scale", 1.0), lists)
+    clip = _clip(numbers, lists) / _floats(numbers.get("inv_scale", 1.0), lists)
     param_norms = _norms(noop_flag, params)
-    stop = (noop_flag != 0).float() * stops
-    _step("lamb_update", lists | {"updates": grads}, given, loss_scale=clip, stop=stop)
-    rates = _lamb_rates(given, lists, param_norms, _norms(noop_flag, grads))
-    stop = (noop_flag != 0).float() * stops
+    stop = (noop_flag != 0).float() * stop_on_flag
+    _step("lamb_update", lists | {"updates": grads}, numbers, loss_scale=clip, stop=stop)
+    rates = _lamb_rates(numbers, lists, param_norms, _norms(noop_flag, grads))
+    stop = (noop_flag != 0).float() * stop_on_flag
     _step("sgd", {"grads": grads, "params": params, "models": models}, {"lr": rates}, stop=stop)
 
 
 def _step(
     algorithm: str,
     lists: Lists,
-    given: Numbers,
+    numbers: Numbers,
     *,
     loss_scale: Tensor | None = None,
     stop: Tensor | None = None,
@@ -224,9 +265,9 @@ def _step(
     """The kernels' step, on gradients divided by `loss_scale`; the first if no step is given."""
     params, roles = lists["params"], ("grads", "params", "models", "updates")
     # The options as a parameter group has them.
-    group = {"decoupled_weight_decay": given.get("mode", 1), **given}
-    if "beta1" in given:
-        group["betas"] = given["beta1"], given["beta2"]
+    group = {"decoupled_weight_decay": numbers.get("mode", 1), **numbers}
+    if "beta1" in numbers:
+        group["betas"] = numbers["beta1"], numbers["beta2"]
     values = {hyper.name: hyper.of(group) for hyper in ALGORITHMS[algorithm].hypers}
     rates = None
     if isinstance(values["lr"], Tensor):
@@ -239,7 +280,7 @@ def _step(
         lists.get("models", []),
         [tensors for name, tensors in lists.items() if name not in roles],
         lists.get("updates", []),
-        (_floats(given.get("step", 1), lists) - 1).repeat(len(params)),  # the caller counts
+        (_floats(numbers.get("step", 1), lists) - 1).repeat(len(params)),  # the caller counts
         norm_averages,
         rates,
         values,
@@ -261,19 +302,23 @@ def _norms(noop_flag: Tensor, tensors: list[Tensor]) -> Tensor:
     return norms
 
 
-def _clip(given: Numbers, lists: Lists) -> Tensor:
+def _clip(numbers: Numbers, lists: Lists) -> Tensor:
     """The divisor of the gradients. A `max_grad_norm` of 0 is not special: they become zero."""
-    norm, largest = (_floats(given[name], lists) for name in ("global_grad_norm", "max_grad_norm"))
+    norm, largest = (
+        _floats(numbers[name], lists) for name in ("global_grad_norm", "max_grad_norm")
+    )
     return torch.where(norm > largest, norm / largest, torch.ones_like(norm))
 
 
-def _lamb_rates(given: Numbers, lists: Lists, param_norms: Tensor, update_norms: Tensor) -> Tensor:
+def _lamb_rates(
+    numbers: Numbers, lists: Lists, param_norms: Tensor, update_norms: Tensor
+) -> Tensor:
     """The learning rate of each tensor, times its trust ratio if it has one."""
     norms, updates = _floats(param_norms, lists), _floats(update_norms, lists)
     ratios = torch.ones_like(norms)
-    if given["use_nvlamb"] or given["weight_decay"] != 0:
+    if numbers["use_nvlamb"] or numbers["weight_decay"] != 0:
         ratios = torch.where((norms != 0) & (updates != 0), norms / updates, ratios)
-    return _floats(given["lr"], lists) * ratios
+    return _floats(numbers["lr"], lists) * ratios
 
 
 # --- lists of tensors, and the flag ---------------------------------------------------------------
@@ -314,27 +359,22 @@ def without_integers(run: Callable[..., Any], *lists: list[Tensor]) -> list[list
     return [[t for t, i in zip(each, is_integer, strict=True) if not i] for each in lists]
 
 
-def typed_rows(name: str, lists: TensorLists, *kinds: str) -> dict[str, list[Tensor]]:
-    """The rows of `lists` by the names, and of the types, of one of `kinds`.
-
-    A kind is ``"grads:a params:F ..."``, a name and a type for each list: F float32, H a half type,
-    other letters any of them, the same letter in a row the same type.
-    """
-    texts = [kind.split() for kind in kinds]
-    text = next((t for t in texts if len(t) == len(lists)), texts[0])
-    found = rows(name, lists, len(text))
-    names, letters = zip(*(item.split(":") for item in text), strict=True)
-    for i, row in enumerate(zip(*found, strict=True)):
-        known = {"F": (torch.float32,), "H": HALF_DTYPES}
-        for k, (letter, tensor) in enumerate(zip(letters, row, strict=True)):
-            allowed = known.get(letter, FLOAT_DTYPES)
+def typed_rows(name: str, lists: TensorLists, *kinds: Kinds) -> Lists:
+    """The rows of `lists` by the names, and of the types, of the one of `kinds` with as many."""
+    chosen = next((each for each in kinds if len(each) == len(lists)), kinds[0])
+    columns = rows(name, lists, len(chosen))
+    for i, row in enumerate(zip(*columns, strict=True)):
+        seen: dict[str, tuple[torch.dtype, ...]] = {}  # what the first list of each name has
+        for k, (types, tensor) in enumerate(zip(chosen.values(), row, strict=True)):
+            allowed = seen.get(types.of, types.allowed)
             if tensor.dtype not in allowed:
                 raise RuntimeError(
                     f"{name}: tensor {i} of list {k} is {tensor.dtype}; it must be "
                     f"{' or '.join(map(str, allowed))}, as list 0 has {row[0].dtype} there."
                 )
-            known.setdefault(letter, (tensor.dtype,))
-    return dict(zip(names, found, strict=True))
+            if types.of:
+                seen[types.of] = (tensor.dtype,)
+    return dict(zip(chosen, columns, strict=True))
 
 
 def _same_order(a: Tensor, b: Tensor) -> bool:
@@ -343,9 +383,9 @@ def _same_order(a: Tensor, b: Tensor) -> bool:
     return a.numel() == 0 or all(x == y for size, x, y in strides if size > 1)
 
 
-def set_flag(noop_flag: Tensor, found: Tensor) -> None:
-    """Set `noop_flag` where `found` is positive; it is never cleared."""
-    seen = (found > 0).to(device=noop_flag.device, dtype=noop_flag.dtype)
+def set_flag(noop_flag: Tensor, overflow: Tensor) -> None:
+    """Set `noop_flag` where `overflow` is positive; it is never cleared."""
+    seen = (overflow > 0).to(device=noop_flag.device, dtype=noop_flag.dtype)
     with torch.no_grad():
         torch.maximum(noop_flag, seen.expand_as(noop_flag), out=noop_flag)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -55,15 +54,6 @@ def maybe_print(message: str, rank0: bool = False) -> None:
         print(message)
 
 
-def _of_groups(has: Callable[[Tensor], bool], what: Callable[[Any], Tensor] = lambda p: p) -> Any:
-    """`what` of the parameters that it `has`, as lists per param group."""
-    return property(lambda self: [[what(p) for p in g if has(p)] for g in self._groups()])
-
-
-def _flat(groups: str) -> Any:
-    return property(lambda self: [p for group in getattr(self, groups) for p in group])
-
-
 class AmpOptimizerState:
     """Parameters by kind, fp16 for half types: ``*_groups`` per param group, ``all_*`` flat."""
 
@@ -86,18 +76,36 @@ class AmpOptimizerState:
             optimizer.param_table().masters.publish()
 
     @property
+    def fp32_from_fp16_groups(self) -> list[list[MasterParameter]]:
+        """Masters."""
+        return [[p for p in g if isinstance(p, MasterParameter)] for g in self._groups()]
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """Half weights that have masters."""
+        return [[master.model_param for master in g] for g in self.fp32_from_fp16_groups]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        return [
+            [p for p in g if not isinstance(p, MasterParameter) and p.dtype not in HALF_DTYPES]
+            for g in self._groups()
+        ]
+
+    @property
     def all_fp16_params(self) -> list[Tensor]:
         """Half weights: those that have masters or, if none do, those stepped directly."""
         unmastered = [p for g in self._groups() for p in g if p.dtype in HALF_DTYPES]
         return unmastered or [p for group in self.fp16_groups for p in group]
 
-    fp32_from_fp16_groups = _of_groups(lambda p: isinstance(p, MasterParameter))
-    fp16_groups = _of_groups(lambda p: isinstance(p, MasterParameter), lambda p: p.model_param)
-    fp32_from_fp32_groups = _of_groups(
-        lambda p: not isinstance(p, MasterParameter) and p.dtype not in HALF_DTYPES
-    )
-    all_fp32_from_fp16_params = _flat("fp32_from_fp16_groups")
-    all_fp32_from_fp32_params = _flat("fp32_from_fp32_groups")
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        return [p for group in self.fp32_from_fp16_groups for p in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        return [p for group in self.fp32_from_fp32_groups for p in group]
+
     all_fp32_params = all_fp32_from_fp32_params
 
 

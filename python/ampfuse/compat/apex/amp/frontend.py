@@ -15,7 +15,8 @@ from ampfuse.amp import state_dict as state_dict
 from ampfuse.amp.casts import Casts
 from ampfuse.amp.initialize import set_up, turn_off
 from ampfuse.compat.apex.amp._amp_state import _amp_state, add_stash, warn_or_err
-from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle, replace_functions
+from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
+from ampfuse.compat.apex.amp.o1_functions import replace_functions
 from ampfuse.compat.apex.amp.scaler import LossScaler
 
 

@@ -7,32 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampfuse import amp, half_ops
 from ampfuse.amp import cast_state
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import Casts, install
-from ampfuse.amp.function_casts import (
-    float_function,
-    install_once,
-    install_registered,
-    restore_registered,
-)
+from ampfuse.amp.function_casts import install_registered, restore_registered
 from ampfuse.amp.policy import O1, O4
 from ampfuse.amp.scale_loss import loss_block, session_and_optimizers
 from ampfuse.compat.apex.amp._amp_state import _amp_state
-from ampfuse.compat.apex.amp.scaler import LossScaler
+from ampfuse.compat.apex.amp.o1_functions import replace_functions
+from ampfuse.compat.apex.amp.scaler import LossScaler, report_overflows
 from ampfuse.optim import upgrade
-from ampfuse.torch_utils import HALF_DTYPES, Sample, dynamo_disable, eager_module
+from ampfuse.torch_utils import dynamo_disable, eager_module
 
 
 @dynamo_disable
@@ -49,36 +42,15 @@ def scale_loss(
 
     With `delay_overflow_check` the scaler's ``update_scale()`` adapts, and says whether to step.
     """
-    given = loss_id, model, delay_unscale, delay_overflow_check
-    with amp.scale_loss(loss, optimizers, *given) as scaled:
+    options = loss_id, model, delay_unscale, delay_overflow_check
+    with amp.scale_loss(loss, optimizers, *options) as scaled:
         session, listed = session_and_optimizers(optimizers)
         yield scaled
     scaler = session.loss_scalers[loss_id] if session.enabled else None
     if isinstance(scaler, LossScaler) and not delay_unscale:
         scaler.after_pass(listed, decided=scaler.dynamic and not delay_overflow_check)
         if not delay_overflow_check:
-            _report_overflows(session, loss_id, listed)
-
-
-# Passes not reported yet: the number of the scaler; its scale and the flags of its optimizers.
-_passes: deque[tuple[int, Sample]] = deque()
-
-
-def _report_overflows(session: sessions.Session, loss_id: int, optimizers: list[Any]) -> None:
-    """Print apex's line for each overflow that is known by now: on a GPU some passes later."""
-    scaler, scale = session.loss_scalers[loss_id], session.loss_scalers[loss_id].current
-    if not (scaler.dynamic and session.verbosity == 1):  # from 2 on amp.scale_loss tells
-        return
-    if scale.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    flags = [optimizer.pass_found_inf_flag for optimizer in optimizers]
-    _passes.append((loss_id, Sample(scale, *flags)))
-    while _passes and _passes[0][1].has_arrived():
-        number, sample = _passes.popleft()
-        new_scale, *found_inf = sample.values()
-        if any(found_inf):
-            line = f"Gradient overflow.  Skipping step, loss scaler {number} reducing loss scale to"
-            print(f"{line} {new_scale}")
+            report_overflows(session, loss_id, listed)
 
 
 class NoOpHandle:
@@ -179,8 +151,10 @@ class OptimWrapper:
             yield loss
             return
         if self._loss_idx >= self._num_loss:
-            found = f"scale_loss was entered more than {self._num_loss} time(s) before step()"
-            raise RuntimeError(f"{found}: pass num_loss to wrap_optimizer.")
+            raise RuntimeError(
+                f"scale_loss was entered more than {self._num_loss} time(s) before step(): pass "
+                "num_loss to wrap_optimizer."
+            )
         with amp.scale_loss(loss, self._optimizer, loss_id=self._loss_idx) as scaled:
             yield scaled
         self._loss_idx += 1
@@ -240,52 +214,3 @@ def init(
     handle.has_cache, handle.verbose = enable_caching, verbose
     handle._is_active = handle.is_of_init = True
     return handle
-
-
-# --- functions that O1 replaces -------------------------------------------------------------------
-
-_IN_PLACE = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_"
-_METHODS = f"{_IN_PLACE} erfinv_ pow_ cumprod_ cumsum_ renorm_"
-
-
-def replace_functions(allow_banned: bool = False) -> None:
-    """Replace what apex's O1 does besides autocast, until ``_deactivate()`` of the handle.
-
-    ``x.cpu()`` returns FP32, and in-place functions that leave the range of half refuse half.
-    """
-    for owner, names in ((torch, _IN_PLACE), (Tensor, _METHODS)):
-        for name in names.split():
-            install_once(owner, name, _refusing_half)
-    install_once(
-        Tensor, "cpu", lambda f: _where_half(f, lambda *args, **kw: f(*args, **kw).float())
-    )
-    # Autocast would refuse other types too.
-    ban = float_function if allow_banned else lambda f: _refusing_half(float_function(f))
-    install_once(F, "binary_cross_entropy", ban)
-
-
-def _where_half(function: Any, instead: Any) -> Any:
-    """`function`, or `instead` of it where autocast is on and the first argument is half."""
-
-    @functools.wraps(function)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        x: Any = args[0] if args else None
-        is_half = isinstance(x, Tensor) and x.dtype in HALF_DTYPES
-        is_cast = is_half and torch.is_autocast_enabled(x.device.type)
-        return (instead if is_cast else function)(*args, **kwargs)
-
-    return chosen
-
-
-def _refusing_half(function: Any) -> Any:
-    name = function.__name__
-    logits = f"{name}_with_logits, without the sigmoid before it"
-    other = name[:-1] if name.endswith("_") else logits
-
-    def refuse(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"{name} may leave the range of {x.dtype}. Call it on x.float(), or use {other}, which "
-            "returns float32 at O1 and O4."
-        )
-
-    return _where_half(function, refuse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor
 import ampfuse.amp.scaler
 from ampfuse import ops
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
+from ampfuse.amp.session import Session
 from ampfuse.compat.apex.list_steps import set_flag
+from ampfuse.torch_utils import Sample, is_captured
 
 # The rule in pickles, in the order of its fields; and where the constructor's argument differs.
 _PICKLED = "scale_factor backoff_factor scale_seq_len min_loss_scale max_loss_scale hysteresis"
@@ -56,8 +59,10 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         if not self._is_noted:
             self._is_noted = True
             for each in self._living_optimizers():
-                found = each.pass_found_inf_flag if self._is_decided else each.inspect_gradients()
-                set_flag(self._buffer, found)
+                overflow = (
+                    each.pass_found_inf_flag if self._is_decided else each.inspect_gradients()
+                )
+                set_flag(self._buffer, overflow)
         return self._buffer
 
     @_overflow_buf.setter
@@ -106,10 +111,10 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         """
         if models_are_masters and self.is_always_one:
             return
-        found = self._new_flag(model_grads)
+        overflow = self._new_flag(model_grads)
         scale = self.loss_scale() if scale_override is None else scale_override
-        ops.scale(model_grads, master_grads, 1.0 / scale, found)
-        set_flag(self._overflow_buf, found)
+        ops.scale(model_grads, master_grads, 1.0 / scale, overflow)
+        set_flag(self._overflow_buf, overflow)
 
     def unscale_with_stashed(
         self,
@@ -124,9 +129,9 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         ``(grads_scale, stash_scale, out)``; by default ``(loss_scale(), 1, 1)``.
         """
         grads_scale, stash_scale, out = scale_override or (self.loss_scale(), 1.0, 1.0)
-        found, scales = self._new_flag(model_grads), (out / grads_scale, out / stash_scale)
-        ops.axpby(model_grads, stashed_master_grads, master_grads, *scales, found, check=0)
-        set_flag(self._overflow_buf, found)
+        overflow, scales = self._new_flag(model_grads), (out / grads_scale, out / stash_scale)
+        ops.axpby(model_grads, stashed_master_grads, master_grads, *scales, overflow, check=0)
+        set_flag(self._overflow_buf, overflow)
 
     def update_scale(self) -> bool:
         """Adapt the scale to ``_overflow_buf``. Synchronizes with the device.
@@ -157,3 +162,25 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         options = {_RENAMED.get(name, name): state[f"_{name}"] for name in names}
         self.__init__("dynamic" if state.get("dynamic") else scale, **options)  # type: ignore[misc]
         self._loss_scale, self._unskipped = scale, state.get("_unskipped", 0)
+
+
+# Passes not reported yet, of all scalers, so that lines are printed in the order of the passes: the
+# number of the scaler; its scale and the flags of its optimizers, on their way from the device.
+_passes: deque[tuple[int, Sample]] = deque()
+
+
+def report_overflows(session: Session, loss_id: int, optimizers: list[Any]) -> None:
+    """Print apex's line for each overflow that is known by now: on a GPU some passes later."""
+    scaler, scale = session.loss_scalers[loss_id], session.loss_scalers[loss_id].current
+    if not (scaler.dynamic and session.verbosity == 1):  # from 2 on amp.scale_loss tells
+        return
+    if is_captured(scale):
+        return
+    flags = [optimizer.pass_found_inf_flag for optimizer in optimizers]
+    _passes.append((loss_id, Sample(scale, *flags)))
+    while _passes and _passes[0][1].has_arrived():
+        number, sample = _passes.popleft()
+        new_scale, *overflows = sample.values()
+        if any(overflows):
+            line = f"Gradient overflow.  Skipping step, loss scaler {number} reducing loss scale to"
+            print(f"{line} {new_scale}")

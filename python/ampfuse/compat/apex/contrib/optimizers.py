@@ -27,9 +27,9 @@ class FusedAdam(fused.FusedAdam):
         max_grad_norm: float = 0.0, amsgrad: bool = False, use_mt: bool = False,
         amp_scale_adjustment: float = 1.0,
     ) -> None:  # fmt: skip
-        given: dict[str, Any] = {"weight_decay": weight_decay, "amsgrad": amsgrad}
-        given |= {"eps_inside_sqrt": eps_inside_sqrt, "max_grad_norm": max_grad_norm}
-        super().__init__(params, lr, bias_correction, betas, eps, use_mt=use_mt, **given)
+        options: dict[str, Any] = {"weight_decay": weight_decay, "amsgrad": amsgrad}
+        options |= {"eps_inside_sqrt": eps_inside_sqrt, "max_grad_norm": max_grad_norm}
+        super().__init__(params, lr, bias_correction, betas, eps, use_mt=use_mt, **options)
 
     @torch.no_grad()
     def step(  # type: ignore[override]

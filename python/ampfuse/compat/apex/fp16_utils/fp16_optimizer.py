@@ -58,8 +58,10 @@ class FP16_Optimizer(torch.optim.Optimizer):
         inner, options = init_optimizer, (dynamic_loss_scale and dynamic_loss_args) or {}
         for param in parameters(inner):
             if param.requires_grad and param.dtype not in FLOAT_DTYPES:
-                found = f"A parameter of shape {tuple(param.shape)} is {param.dtype}"
-                raise TypeError(f"{found}; it must be float16, bfloat16 or float32.")
+                raise TypeError(
+                    f"A parameter of shape {tuple(param.shape)} is {param.dtype}; it must be "
+                    "float16, bfloat16 or float32."
+                )
         scaler = LossScaler("dynamic" if dynamic_loss_scale else static_loss_scale, **options)
         if any(p.is_cpu and p.dtype in HALF_DTYPES for p in parameters(inner)):
             half_ops.enable_for(O2)

@@ -38,8 +38,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_average_split_factor: Any = None, prof: Any = False,
     ) -> None:  # fmt: skip
         if shared_param is not None:
-            found = "shared_param is not supported: shared parameters work without it"
-            raise ValueError(f"{found}. If some get no gradient, pass delay_allreduce=True.")
+            raise ValueError(
+                "shared_param is not supported: shared parameters work without it. If some get no "
+                "gradient, pass delay_allreduce=True."
+            )
         super().__init__(
             module,
             find_unused_parameters=bool(delay_allreduce),
@@ -77,9 +79,9 @@ class Reducer:
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
-        given = module_or_grads_list
-        self.module = given if isinstance(given, nn.Module) else None
-        self.grads = [] if isinstance(given, nn.Module) else list(given)
+        averaged = module_or_grads_list
+        self.module = averaged if isinstance(averaged, nn.Module) else None
+        self.grads = [] if isinstance(averaged, nn.Module) else list(averaged)
         for param in self.module.parameters() if self.module is not None else ():
             dist.broadcast(param.detach(), 0)
 
@@ -159,8 +161,10 @@ def create_syncbn_process_group(group_size: int) -> Any:
     if group_size == 0:
         return None
     if group_size < 0 or dist.get_world_size() % group_size:
-        found = f"{dist.get_world_size()} processes cannot form groups of {group_size}"
-        raise ValueError(f"{found}: group_size must divide the number of processes.")
+        raise ValueError(
+            f"{dist.get_world_size()} processes cannot form groups of {group_size}: group_size "
+            "must divide the number of processes."
+        )
     return dist.new_subgroups(group_size)[0]
 
 
