@@ -127,7 +127,8 @@ class SkipWatch:
             )
         limit = optimizer.max_skipped_steps
         # How many of this streak the previous look saw: none if a step was applied since.
-        earlier = max(history.in_a_row - (history.steps - seen.steps), 0)
+        goes_on = history.in_a_row - seen.in_a_row == history.steps - seen.steps
+        earlier = seen.in_a_row if goes_on else 0
         if limit is not None and history.in_a_row // limit > earlier // limit:
             raise RuntimeError(_too_many(history, where))
 
