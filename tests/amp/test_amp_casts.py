@@ -621,12 +621,6 @@ class Extra(nn.Linear):
         assert state == {"calls": 3}
 
 
-def test_models_pickled_by_earlier_releases_find_the_hook_of_state_dicts():
-    hook = pickle.loads(b"campfuse.amp.casts\n_state_dict_in_float32\n.")
-    model, _ = amp.initialize(nn.Linear(2, 2), [], opt_level="O5", verbosity=0)
-    assert hook in model._state_dict_hooks.values()
-
-
 @levels
 def test_state_dict_is_fp32_and_loads_back_with_the_same_bits(level):
     torch.manual_seed(0)

@@ -199,12 +199,3 @@ def _device_type(model: nn.Module, arguments: Any) -> str:
     if first is None:
         first = next(pytree.tensors(arguments), None)
     return "cpu" if first is None else first.device.type
-
-
-def __getattr__(name: str) -> Any:
-    """The hook of state dicts, which models that were pickled before have by this module's name."""
-    if name == "_state_dict_in_float32":
-        from ampfuse.amp import weights
-
-        return weights._state_dict_in_float32
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -128,8 +128,9 @@ def plan(
     levels = ["O0", _FP32_LEVEL.get(opt_level), opt_level]
     for level in dict.fromkeys(level for level in levels if level):
         held[level] = training.held(level, {}, ())
-    # The row that the next change extends, its options and its changes of the model.
-    latest, options, passes = opt_level, dict[str, Any](), tuple[str, ...]()
+    latest = opt_level  # the row that the next change extends
+    options: dict[str, Any] = {}
+    passes: tuple[str, ...] = ()
     for change in CHANGES:
         if change.options and not (training.is_fused and opt_level in ("O2", "O5")):
             continue
