@@ -136,7 +136,7 @@ def plan(
             continue
         if change.model and not training.can(change.model):
             continue
-        new_options = options | change.options
+        new_options = {**options, **change.options}
         new_passes = (*passes, change.model) if change.model else passes
         try:
             row = training.held(opt_level, new_options, new_passes)
