@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds, tests and measures on a machine with an NVIDIA GPU, in four calls of nine minutes at
-# most, any of which may be lost. What answers most comes first:
+# most, any of which may be lost. The most useful parts come first:
 #
 #     benchmarks/gpu_gate.sh 1                 every kernel's bits, all tests, steps, layers, counters
 #     benchmarks/gpu_gate.sh 2                 whole models
@@ -8,11 +8,10 @@
 #     benchmarks/gpu_gate.sh 4                 more models, the host, the other steps, Muon
 #     benchmarks/gpu_gate.sh build step:300    these parts, with so many seconds (540)
 #
-# Results gather in BUILD/results over all calls: a log per part, the CSV files, benchmarks.md, which
-# is that of docs/ with the tables of these files, and summary.txt. $OUT/gpu_gate.tar.gz, written
-# again after each part, holds them all. A part that fails, or runs out of time, does not keep the
-# others from running; what a part leaves of its time, the next ones have. The exit status is the
-# number of parts that failed.
+# Results gather in BUILD/results over all calls: a log per part, the CSV files, the page of
+# benchmarks with their tables, and summary.txt. $OUT/gpu_gate.tar.gz, written again after each part,
+# holds them all. The other parts run when one fails or runs out of time, and the next ones have the
+# time that it leaves. The exit status is the number of parts that failed.
 #
 # PYTHON   interpreter that has a CUDA build of torch, and pytest (python3). Nothing is installed
 #          there and nothing is downloaded: the build goes to BUILD.
@@ -26,7 +25,7 @@ cd "$(dirname "$SELF")/.." || exit
 
 # The parts of each call, and the seconds of each.
 declare -A CALLS=(
-  [1]="machine:15 build:165 core:30 tests:130 step:75 layers:40 counters:30 tables:15"
+  [1]="machine:15 build:165 core:30 tests:130 step:75 layers:40 counters:60 tables:15"
   [2]="machine:15 build:165 nets:345 tables:15"
   [3]="machine:15 build:165 memcheck:100 racecheck:100 stress:40 experiments:75"
   [4]="machine:15 build:165 more_nets:180 host_time:45 meter:20 muon:30 others:70 tables:15"
@@ -43,7 +42,7 @@ export PYTHONPATH=$PWD/$BUILD/site PYTHONUNBUFFERED=1
 # ---- what the parts do ---------------------------------------------------------------------------
 
 SKIPPED=77
-# A part that needs what is not there is no failure.
+# A part is skipped where a tool or package that it needs is not installed.
 needs() { command -v "$1" || exit "$SKIPPED"; }
 needs_packages() { "$PYTHON" -c "import $1" || exit "$SKIPPED"; }
 
@@ -79,13 +78,13 @@ compile() {
     cmake --build "$BUILD" -j "$(nproc)" --target "$@"
 }
 
-# What was brought along is taken as it is.
+# A core of another build is not built again.
 build_core() { if [ -z "${CORE:-}" ]; then compile ampfuse_gpu_tests; fi; }
 
 core() { build_core && "$CORE_TESTS"; }
 
-# The core's tests are what is checked: they touch every kernel at its seams, and hold no
-# framework's. Those with few blocks: a sanitizer is an order of magnitude slower.
+# A sanitizer checks the core's tests, which touch every kernel at its seams and run none of torch's.
+# It is an order of magnitude slower, so it runs those with few blocks.
 sanitize() {
   needs compute-sanitizer
   build_core && compute-sanitizer --tool "$@" --error-exitcode 9 "$CORE_TESTS" \
@@ -104,7 +103,7 @@ run_pytest() {
 tests() { run_pytest tests -k "not competing" --continue-on-collection-errors; }
 stress() { run_pytest tests/core/test_gpu.py -k competing; }
 
-# What a benchmark has measured when its time is up is in its CSV.
+# A benchmark writes each row at once, so its CSV holds what it measured in its time.
 measure() { "$PYTHON" "benchmarks/$1.py" --device cuda --csv "$RESULTS/$2.csv" "${@:3}"; }
 step() {
   measure step step_cuda --no-compile --modes \
@@ -125,39 +124,14 @@ more_nets() {
   measure nets nets_cuda --only llama convnext bert_base
 }
 
-# What kernels move and how: DRAM, sectors of L2, warps, instructions. Of Adam with FP32 states and
-# with 8-bit ones, and of a batch norm: moments, finish, apply, reduce and dx.
 counters() {
   needs ncu
-  local metrics=gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed
-  metrics+=,dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sectors_op_read.sum
-  metrics+=,lts__t_sectors_op_write.sum,sm__warps_active.avg.pct_of_peak_sustained_active
-  metrics+=,smsp__inst_executed.sum,launch__registers_per_thread
-  ncu --clock-control none --profile-from-start off --metrics "$metrics" --csv --page raw \
-    -k 'regex:(inspect|measure|apply|sum|finish|map)_kernel' "$PYTHON" -c '
-import sys
-sys.path.insert(0, "benchmarks")
-import torch
-from harness.cases import Case
-from harness.routes import Ours
-from layers import Call
-case, device = Case("AdamW", "64M", "bf16"), torch.device("cuda")
-for make in (
-    lambda: Ours(case, device),
-    lambda: Ours(case, device, "ampfuse 8bit"),
-    lambda: Call("norm-256-56-residual", "fused", device),
-):
-    call = make()
-    call(), call()
-    torch.cuda.synchronize()
-    with torch.cuda.profiler.profile():
-        call()
-        torch.cuda.synchronize()' | grep -v ^== | tee "$RESULTS/counters.csv"
+  "$PYTHON" benchmarks/counters.py | grep -v ^== | tee "$RESULTS/counters.csv"
 }
 
 # Each variant at the published sizes, on synthetic data.
 experiments() {
-  needs_packages torchvision,timm,rich,tqdm
+  needs_packages torchvision,timm,tqdm,sklearn
   local status=0 options
   while read -r -a options; do
     "$PYTHON" -m ampfuse train "${options[@]}" --variant fp32 amp-fp16 amp-bf16 O2 O5 --repeats 2 \
@@ -169,7 +143,7 @@ cifar --recipe e2 --iterations 60"
   return "$status"
 }
 
-# What was measured, as tables.
+# Tables of the measurements.
 tables() {
   local measured=("$RESULTS"/*_cuda.csv)
   if [ ! -e "${measured[0]}" ]; then exit "$SKIPPED"; fi

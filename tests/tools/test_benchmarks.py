@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -351,6 +352,24 @@ def test_the_gate_names_files_that_exist():
     paths = set(re.findall(r"\b(?:benchmarks|docs|tests)/[\w/]+\.\w+", GATE))
     assert {"benchmarks/report.py", "tests/core/test_gpu.py"} < paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_gate_asks_for_the_packages_of_the_experiments():
+    training = (ROOT / "python/ampfuse/experiments/training.py").read_text()
+    (checked,) = re.findall(r'check_installed\("experiments", (.*)\)', training)
+    (asked,) = re.findall(r"^experiments\(\) {\n  needs_packages (.*)", GATE, re.MULTILINE)
+    assert {*asked.split(",")} == {*re.findall(r"\w+", checked)}
+
+
+def test_the_counters_are_taken_of_calls_that_run(load, monkeypatch):
+    """On small tensors; and ncu runs the script itself."""
+    counters = load("counters")
+    monkeypatch.setattr(load("layers"), "BATCH", {"cpu": 1})
+    calls = counters.calls(CPU, replace(counters.CASE, quick=True))
+    assert len([call() for call in calls]) == 5
+    command = counters.command()
+    assert command[0] == "ncu"
+    assert command[-3:] == [sys.executable, counters.__file__, "--profiled"]
 
 
 @pytest.mark.parametrize("call", CALLS)
