@@ -18,9 +18,9 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from harness.measuring import Clock, Worker, held_bytes, measure
 from harness.results import RESULTS, Results, conditions, options_of, put, rows_of
+from nets import Ours, Step, TorchAmp
 from torch import Tensor, nn
 
 # Layers, width, inner width, heads, vocabulary size: 322 million parameters, less for --quick.
@@ -37,12 +37,15 @@ def text() -> Tensor:
     return torch.tensor([numbers[word] for word in words])
 
 
-class Training:
-    """torch.autocast and torch's fused AdamW, which the others change."""
-
-    autocast = True
+class OnText(Step):
+    """Each step takes other tokens. Gradients go at once, so that nothing but the training is held
+    after it."""
 
     def __init__(self, quick: bool, device: torch.device) -> None:
+        super().__init__("language", quick, device)
+        self.losses: list[Tensor] = []
+
+    def make_model(self, network: str, quick: bool, device: torch.device) -> None:
         import transformers as hf
 
         layers, width, inner, heads, vocab_size = SIZES[quick]
@@ -50,40 +53,34 @@ class Training:
         config = hf.LlamaConfig(
             vocab_size=vocab_size, num_attention_heads=heads, use_cache=False, **sizes
         )
-        torch.manual_seed(0)
         self.model = hf.LlamaForCausalLM(config).to(device)
-        self.text, self.device, self.number = text().to(device), device, 0
-        self.make()
-        self.losses: list[Tensor] = []
+        self.text = text().to(device)
+        self.cast = lambda output: output.logits.float()
 
-    def make(self) -> None:
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), **OPTIONS, fused=True)
+    def make_optimizer(self, network: str) -> Any:
+        return torch.optim.AdamW(self.model.parameters(), **OPTIONS, fused=True)
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            logits = self.model(tokens[:, :-1]).logits
-            return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    def prepare(self) -> None:
+        """Nothing: every step counts."""
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
+    def __call__(self) -> None:
+        number = len(self.losses)
+        random = torch.Generator().manual_seed(number)
+        starts = torch.randint(len(self.text) - TOKENS, (BATCH, 1), generator=random)
+        tokens = self.text[(starts + torch.arange(TOKENS + 1)).to(self.device)]
+        self.x, self.y = tokens[:, :-1], tokens[:, 1:]
+        for group in self.optimizer.param_groups:
+            group["lr"] = OPTIONS["lr"] * min(1, (number + 1) / WARM_UP)
+        self.step()
+        self.optimizer.zero_grad()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x, y)
+        self.losses.append(loss.detach())
+        return loss
 
     def clip(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-
-    def __call__(self) -> None:
-        """A step; its gradients go at once, so that nothing but the training is held after it."""
-        random = torch.Generator().manual_seed(self.number)
-        starts = torch.randint(len(self.text) - TOKENS, (BATCH, 1), generator=random)
-        tokens = self.text[(starts + torch.arange(TOKENS + 1)).to(self.device)]
-        for group in self.optimizer.param_groups:
-            group["lr"] = OPTIONS["lr"] * min(1, (self.number + 1) / WARM_UP)
-        loss = self.loss(tokens)
-        self.backward(loss)
-        self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(loss.detach())
-        self.number += 1
 
     def answer(self) -> dict[str, Any]:
         """Bytes of weights and states, the number of parameters, and the losses so far."""
@@ -94,49 +91,41 @@ class Training:
         }
 
 
-class EightBit(Training):
-    autocast = False
+class Autocast(TorchAmp, OnText):
+    """torch.autocast and torch's fused AdamW."""
 
-    def make(self) -> None:
+
+class EightBit(OnText):
+    """BF16 weights and bitsandbytes' AdamW."""
+
+    def make_optimizer(self, network: str) -> Any:
         import bitsandbytes
 
-        self.model.to(torch.bfloat16)
-        self.optimizer = bitsandbytes.optim.AdamW8bit(self.model.parameters(), **OPTIONS)
+        params = self.model.to(torch.bfloat16).parameters()
+        return bitsandbytes.optim.AdamW8bit(params, **OPTIONS)
 
 
-class Ours(Training):
-    """O5 with these options of the optimizer."""
+class O5(Ours, OnText):
+    """O5, fused; `memory` has options of the optimizer."""
 
-    autocast = False
-
-    def __init__(self, *arguments: Any, **memory: Any) -> None:
+    def __init__(self, *arguments: Any, master_weights: Any = True, **memory: Any) -> None:
         self.memory = memory
-        super().__init__(*arguments)
+        masters = {"master_weights": master_weights}
+        super().__init__(*arguments, clip="ours", memory=masters)
 
-    def make(self) -> None:
+    def make_optimizer(self, network: str) -> Any:
         import ampfuse
 
-        self.ampfuse = ampfuse
-        masters = self.memory.pop("master_weights", True)
-        optimizer = ampfuse.optim.AdamW(self.model.parameters(), **OPTIONS, **self.memory)
-        options = {"opt_level": "O5", "master_weights": masters, "fuse": True, "verbosity": 0}
-        self.model, self.optimizer = ampfuse.amp.initialize(self.model, optimizer, **options)
-
-    def backward(self, loss: Tensor) -> None:
-        with self.ampfuse.amp.scale_loss(loss, self.optimizer) as scaled:
-            scaled.backward()
-
-    def clip(self) -> None:
-        self.ampfuse.amp.clip_grad_norm_(self.optimizer, 1.0)
+        return ampfuse.optim.AdamW(self.model.parameters(), **OPTIONS, **self.memory)
 
 
 VARIANTS: dict[str, Any] = {
-    "torch.autocast": Training,
+    "torch.autocast": Autocast,
     "bitsandbytes AdamW8bit": EightBit,
-    "O5": Ours,
-    "O5, split, 8bit": partial(Ours, master_weights="split", state_dtype="8bit"),
+    "O5": O5,
+    "O5, split, 8bit": partial(O5, master_weights="split", state_dtype="8bit"),
     "O5, no masters, 8bit": partial(
-        Ours, master_weights=False, rounding="stochastic", state_dtype="8bit"
+        O5, master_weights=False, rounding="stochastic", state_dtype="8bit"
     ),
 }
 
@@ -154,36 +143,34 @@ class LossRow:
     date: str
 
 
+def add_losses(variant: str, call: Any, options: Any) -> None:
+    """Train and write a row for every 20 steps."""
+    seconds = sum(measure({"": call}, 2 * OF_A_POINT if options.quick else STEPS, 0)[""]) / 1e3
+    rows = []
+    for point, losses in enumerate(torch.tensor(call.answer()["losses"]).split(OF_A_POINT), 1):
+        loss = round(float(losses.mean()), 4)
+        where = conditions(options.device)
+        rows.append(LossRow(variant=variant, step=point * OF_A_POINT, loss=loss, **where))
+    print(f"{variant}: loss {rows[-1].loss}, {seconds:.0f} s", flush=True)
+    if not options.quick:
+        put(RESULTS / "language_losses.csv", rows, attrgetter("variant"), list(VARIANTS))
+
+
 def main() -> None:
     """Measures, and writes the CSV."""
     options = options_of(__doc__, "language", losses="the losses of 200 steps, and no times")
     device, results = options.device, Results(options)
     torch.set_num_threads(options.threads[-1])
-    wanted = {name: make for name, make in VARIANTS.items() if results.want(name)}
+    wanted = [*filter(results.want, VARIANTS)]
 
     def worker_of(name: str, stack: ExitStack) -> Any:
         worker = stack.enter_context(Worker(Clock, device, with_ampfuse="O5" in name))
-        return worker.variant(wanted[name], options.quick, device)
+        return worker.variant(VARIANTS[name], options.quick, device)
 
     if options.losses:
-        steps = 2 * OF_A_POINT if options.quick else STEPS
         for name in wanted:
             with ExitStack() as stack:  # one after another
-                call = worker_of(name, stack)
-                times = measure({name: call}, steps, 0)[name]
-                losses = torch.tensor(call.answer()["losses"]).split(OF_A_POINT)
-            rows = [
-                LossRow(
-                    variant=name,
-                    step=(point + 1) * OF_A_POINT,
-                    loss=round(float(values.mean()), 4),
-                    **conditions(device),
-                )
-                for point, values in enumerate(losses)
-            ]
-            print(f"{name}: loss {rows[-1].loss}, {sum(times) / 1e3:.0f} s", flush=True)
-            if not options.quick:
-                put(RESULTS / "language_losses.csv", rows, attrgetter("variant"), list(VARIANTS))
+                add_losses(name, worker_of(name, stack), options)
         return
     with ExitStack() as stack:
         calls = {name: worker_of(name, stack) for name in wanted}

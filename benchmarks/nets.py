@@ -88,9 +88,14 @@ class Step:
         device: torch.device,
         cast: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.cast = cast
+        self.cast, self.device = cast, device
         torch.manual_seed(0)
         torch.backends.cudnn.benchmark = True
+        self.make_model(network, quick, device)
+        self.optimizer = self.make_optimizer(network)
+
+    def make_model(self, network: str, quick: bool, device: torch.device) -> None:
+        """The model and a batch."""
         side, batch = size_of(network, quick, device) if network in NETWORKS else (0, 0)
         labels: tuple[int, ...] = (batch,)
         if network in TINY:
@@ -107,12 +112,13 @@ class Step:
             self.x = x.contiguous(memory_format=torch.channels_last)
         self.model.to(device)
         self.y = torch.randint(classes, labels, device=device)
+
+    def make_optimizer(self, network: str) -> Any:
         params = self.model.parameters()
-        if optimizer_of(network) == "SGD":
-            options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-4}
-            self.optimizer = torch.optim.SGD(params, fused=self.fused, **options)
-        else:
-            self.optimizer = torch.optim.AdamW(params, lr=1e-4, fused=self.fused)
+        if optimizer_of(network) == "AdamW":
+            return torch.optim.AdamW(params, lr=1e-4, fused=self.fused)
+        options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-4}
+        return torch.optim.SGD(params, fused=self.fused, **options)
 
     def prepare(self) -> None:
         """The step before, as in training: the first one after a while of waiting takes longer."""
@@ -125,10 +131,20 @@ class Step:
         output = self.model(x)
         return loss_of(output if self.cast is None else self.cast(output), y)
 
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def clip(self) -> None:
+        """Nothing here."""
+
+    def update(self) -> None:
+        self.optimizer.step()
+
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.loss(self.x, self.y).backward()
-        self.optimizer.step()
+        self.backward(self.loss(self.x, self.y))
+        self.clip()
+        self.update()
 
 
 def loss_of(output: Tensor, y: Tensor) -> Tensor:
@@ -149,7 +165,7 @@ class TorchAmp(Step):
     ) -> None:
         super().__init__(*arguments, **options)
         self.half = getattr(torch, half)
-        self.scaler = torch.amp.GradScaler(self.x.device.type, enabled=half == "float16")
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half == "float16")
         if compiled:
             self.model.compile()
         if expert:
@@ -160,9 +176,10 @@ class TorchAmp(Step):
         with torch.autocast(x.device.type, dtype=self.half):
             return super().loss(x, y)
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.scaler.scale(self.loss(self.x, self.y)).backward()
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def update(self) -> None:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -190,7 +207,7 @@ class Ours(Step):
         from ampfuse.nn.fuse import PARTS
 
         super().__init__(*arguments, **options)
-        self.amp, self.clip = ampfuse.amp, clip
+        self.amp, self.clipping = ampfuse.amp, clip
         self.forward: Callable[[], Any] = ampfuse.nn.recompute_norms if recompute else nullcontext
         if fuse:
             ampfuse.nn.fuse(self.model, [part for part in PARTS if part not in unfused])
@@ -209,15 +226,15 @@ class Ours(Step):
         with self.forward():
             return super().loss(x, y)
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        with self.amp.scale_loss(self.loss(self.x, self.y), self.optimizer) as scaled:
+    def backward(self, loss: Tensor) -> None:
+        with self.amp.scale_loss(loss, self.optimizer) as scaled:
             scaled.backward()
-        if self.clip == "ours":
+
+    def clip(self) -> None:
+        if self.clipping == "ours":
             self.amp.clip_grad_norm_(self.optimizer, 1.0)
-        elif self.clip:
+        elif self.clipping:
             nn.utils.clip_grad_norm_(self.amp.master_params(self.optimizer), 1.0)
-        self.optimizer.step()
 
 
 class Captured(Ours):
@@ -357,9 +374,8 @@ def main() -> None:
     torch.set_num_threads(options.threads[-1])
     results = Results(options)
     in_a_row = options.device.type == "cuda" and not options.host
-    networks = [
-        network for network in (TINY if options.host else NETWORKS) if results.want(network)
-    ]
+    measured_here = [n for n in NETWORKS if size_of(n, options.quick, options.device)[1]]
+    networks = [*filter(results.want, TINY if options.host else measured_here)]
     with ExitStack() as processes:
 
         @cache
@@ -368,18 +384,22 @@ def main() -> None:
             ours = not variant.startswith(("torch", "FP32"))
             return processes.enter_context(Worker(clock, options.device, with_ampfuse=ours))
 
-        for first in (True, False) if in_a_row else (None,):
+        def add_rows(network: str, wanted: Callable[[str], bool]) -> None:
+            variants = variants_of(network, options)
+            variants = {name: make for name, make in variants.items() if wanted(name)}
+            for measured in rows(network, variants, options, in_a_row, worker_of):
+                results.add(measured)
+
+        if in_a_row:
             for network in networks:
-                if options.host or size_of(network, options.quick, options.device)[1]:
-                    variants = variants_of(network, options).items()
-                    now = {
-                        a: make for a, make in variants if first in (None, a in VARIANTS | ON_GPU)
-                    }
-                    for measured in rows(network, now, options, in_a_row, worker_of):
-                        results.add(measured)
-                    if not in_a_row:  # what they hold is memory that the next network needs
-                        processes.close()
-                        worker_of.cache_clear()
+                add_rows(network, lambda name: name in VARIANTS | ON_GPU)
+            for network in networks:
+                add_rows(network, lambda name: name not in VARIANTS | ON_GPU)
+        else:
+            for network in networks:
+                add_rows(network, lambda name: True)
+                processes.close()  # their memory is for the next network
+                worker_of.cache_clear()
     results.finish()
 
 
