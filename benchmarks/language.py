@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from harness.measuring import Clock, Worker, held_bytes, measure
-from harness.results import RESULTS, Results, conditions, options_of, put, rows_of
+from harness.options import options_of
+from harness.results import RESULTS, Results, conditions, put, rows_of
 from nets import Ours, Step, TorchAmp
 from torch import Tensor, nn
 

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from harness.limits import bounds
 from harness.measuring import Clock, Variant, Worker, WorkerError, measure
-from harness.results import Results, Row, options_of, rows_of
+from harness.options import options_of
+from harness.results import Results, Row, rows_of
 from torch import Tensor
 
 Shape = tuple[int, ...]

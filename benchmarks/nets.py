@@ -28,13 +28,14 @@ import torch
 import torch.nn.functional as F
 from harness.measuring import Clock, HostClock, Worker, WorkerError, measure
 from harness.models import TEXTS, image_model, text_model, tiny_model
-from harness.results import Results, Row, options_of, rows_of
+from harness.options import options_of
+from harness.results import Results, Row, rows_of
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import profile
 
 # Name, side of the images or tokens of a text, batch on a CPU (0: not measured there) and on a GPU.
-# What is wanted most comes first.
+# They are measured in this order.
 NETWORKS = {
     "gpt2": ("GPT-2 124M", 1024, 0, 16),
     "gpt": ("GPT", 256, 8, 64),
@@ -269,7 +270,7 @@ class Share(Ours):
 
 
 Variants = dict[str, Callable[..., Step]]
-# What is compared comes first.
+# The variants of the tables come first.
 VARIANTS: Variants = {
     "torch.amp, expert": partial(TorchAmp, expert="default"),
     "O5": Ours,

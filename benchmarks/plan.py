@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from harness.measuring import COLD_BYTES, Clock, Worker, held_bytes
 from harness.models import TEXTS, image_model, text_model
-from harness.results import RESULTS, conditions, options_of, put, read
+from harness.options import options_of
+from harness.results import RESULTS, conditions, put, read
 from nets import NETWORKS, Ours, case_of, loss_of, optimizer_of, size_of
 from torch import Tensor, nn
 
 import ampfuse
 from ampfuse.insight.memory_plan import PlannedTraining
 
-# Of two rows of one network and variant the later file's counts.
+# A row of a later file replaces the same network's and variant's of an earlier one.
 SOURCES = {"cpu": ["nets_xeon.csv", "nets_cpu.csv"], "cuda": ["nets_cuda.csv"]}
 
 

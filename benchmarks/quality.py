@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from harness.data import SmallTransformer, digits, sentences
 from harness.models import image_model
+from harness.options import parser_of
 from harness.quantization import STEPS, measure_quantization, normal
-from harness.results import RESULTS, conditions, parser_of, put, read
+from harness.results import RESULTS, conditions, put, read
 from report import markdown
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ from ampfuse.experiments.training import lr_factor
 from ampfuse.experiments.variants import squared_error
 
 CPU = torch.device("cpu")
-# Of each variant what ``amp.initialize`` and the optimizer get. A task's first is its reference.
+# Options of ``amp.initialize`` and the optimizer by variant. A task's first is its reference.
 MODES: dict[str, dict[str, Any]] = {
     "FP32 states, masters": {},
     "split": {"master_weights": "split"},
@@ -105,40 +106,61 @@ def cross_entropy(scores: Tensor, classes: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, -2), classes.flatten())
 
 
-_network = partial(image_model, classes=10, channels=1, dropout=0.3)
-_wide = partial(_network, "wrn16_4")
+def network(name: str) -> Callable[[], nn.Module]:
+    return partial(image_model, name, classes=10, channels=1, dropout=0.3)
+
+
 _e2 = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
-_e5, _decayed = {"lr": 1.0, "momentum": 0.9}, {"lr": 1e-3, "weight_decay": 0.01}
+_e5 = {"lr": 1.0, "momentum": 0.9}
+_decayed = {"lr": 1e-3, "weight_decay": 0.01}
 _muon = {"lr": 0.02, "weight_decay": 0.1}
-_memory = partial(Task, "memory_quality.csv", MODES)
-_text = partial(Task, "muon_quality.csv", SMALL, SmallTransformer, sentences, cross_entropy)
-_digits = partial(Task, "muon_quality.csv", SMALL, _wide, partial(digits, 8), cross_entropy)
+# The tasks that others change.
+_wide = Task(
+    file="memory_quality.csv",
+    variants=MODES,
+    build=network("wrn10_1"),
+    data=partial(digits, 8),
+    loss=cross_entropy,
+    optimizer="SGD",
+    recipe=_e2,
+    schedule="linear",
+    steps=2000,
+    batch=128,
+)
+_text = Task(
+    file="memory_quality.csv",
+    variants=MODES,
+    build=SmallTransformer,
+    data=sentences,
+    loss=cross_entropy,
+    optimizer="AdamW",
+    recipe=_decayed,
+    schedule="cosine",
+    steps=3000,
+    batch=16,
+)
+_short_text = _text._replace(file="muon_quality.csv", variants=SMALL, steps=1500)
+_short_wide = _wide._replace(
+    file="muon_quality.csv", variants=SMALL, build=network("wrn16_4"), steps=110, batch=64
+)
 TASKS = {
-    "wide-resnet": _memory(
-        partial(_network, "wrn10_1"),
-        partial(digits, 8),
-        cross_entropy,
-        "SGD",
-        _e2,
-        "linear",
-        2000,
-        128,
+    "wide-resnet": _wide,
+    "mlp": _wide._replace(
+        build=partial(network("mlp"), 16),
+        data=partial(digits, 16),
+        loss=squared_error,
+        recipe=_e5,
+        schedule="constant",
+        steps=4000,
     ),
-    "mlp": _memory(
-        *(partial(_network, "mlp", 16), partial(digits, 16), squared_error),
-        *("SGD", _e5, "constant", 4000, 128),
+    "text": _text,
+    "wrn16_4": _short_wide._replace(
+        file="fused_accuracy.csv", variants=LEVELS, data=partial(digits, 16), steps=330
     ),
-    "text": _memory(
-        SmallTransformer, sentences, cross_entropy, "AdamW", _decayed, "cosine", 3000, 16
-    ),
-    "wrn16_4": Task(
-        *("fused_accuracy.csv", LEVELS, _wide, partial(digits, 16), cross_entropy),
-        *("SGD", _e2, "linear", 330, 64),
-    ),
-    "text, AdamW": _text("AdamW", _decayed, "cosine", 1500, 16),
-    "text, Muon": _text("Muon", _muon, "cosine", 1500, 16),
-    "wrn16_4, AdamW": _digits("AdamW", _decayed, "linear", 110, 64),
-    "wrn16_4, Muon": _digits("Muon", _muon, "linear", 110, 64),
+    "text, AdamW": _short_text,
+    "text, Muon": _short_text._replace(optimizer="Muon", recipe=_muon),
+    "wrn16_4, AdamW": _short_wide._replace(optimizer="AdamW", recipe=_decayed),
+    "wrn16_4, Muon": _short_wide._replace(optimizer="Muon", recipe=_muon),
 }
 
 

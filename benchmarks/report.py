@@ -17,7 +17,8 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
-from harness.results import Row, parser_of, read
+from harness.options import parser_of
+from harness.results import Row, read
 
 Group = dict[str, Row]  # the rows of one line, by variant
 Columns = dict[str, Callable[[Group], str]]  # the cell of a line, by the header

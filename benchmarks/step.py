@@ -21,7 +21,8 @@ import torch
 from harness.cases import Case, cases, host_cases
 from harness.limits import bounds, muon_bounds
 from harness.measuring import Clock, HostClock, Times, Variant, Worker, WorkerError, measure
-from harness.results import Results, Row, options_of, rows_of
+from harness.options import options_of
+from harness.results import Results, Row, rows_of
 from harness.routes import METER, MODES, SKIPS, Ours, peer_route, peers, started, tensors_of
 
 

@@ -134,8 +134,8 @@ class Case:
         return self.inspect_bytes + self.update_bytes
 
 
-# The most important first: optimizer, tensors, what it does, and each of its precisions. What takes
-# long stands in a paragraph of its own.
+# Optimizer, tensors, what the step does, and its precisions; the most important first. The second
+# paragraph takes long, and runs only when asked for.
 _CASES = {
     "cpu": """
 AdamW 64M clip bf16 fp16 fp32
