@@ -27,7 +27,7 @@ from harness.models import image_model
 from harness.options import parser_of
 from harness.quantization import STEPS, measure_quantization, normal
 from harness.results import RESULTS, conditions, put, read
-from report import markdown
+from harness.tables import markdown
 from torch import Tensor, nn
 
 from ampfuse import amp, optim

@@ -8,7 +8,6 @@ element over float64's. bitsandbytes' quantization is applied around a float64 s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -23,23 +22,6 @@ _BEFORE, _STEPS = 100, (1, 100)
 STEPS = _BEFORE + max(_STEPS)
 _HYPER: dict[str, Any] = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 _BETAS = torch.tensor(_HYPER["betas"], dtype=torch.float64)[:, None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ErrorRow:
-    """A route after so many steps; `block` is 0 where states are not quantized."""
-
-    gradients: str
-    steps: int
-    route: str
-    block: int
-    error: str
-    largest: str
-    hardware: str
-    torch: str
-    ampfuse: str
-    date: str
-    bitsandbytes: str
 
 
 def normal(sigma: float) -> Tensor:
@@ -86,7 +68,7 @@ def ours(start: Tensor, gradients: Tensor, **options: Any) -> Tensor:
 
 def measure_quantization(cases: Mapping[str, Tensor]) -> None:
     """Writes results/quantization_error.csv, of gradients [200, n] by name."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (name, gradients), steps in product(cases.items(), _STEPS):
         before, after = gradients[: _BEFORE + steps].split(_BEFORE)
         given = moments_after(torch.zeros(2, 1), before).float(), after
@@ -97,16 +79,10 @@ def measure_quantization(cases: Mapping[str, Tensor]) -> None:
             moments = moments_after(*given, partial(theirs, block=block))
             updates["bitsandbytes", block] = update(moments, _BEFORE + steps)
         for (route, block), some in updates.items():
-            row = ErrorRow(
-                gradients=name,
-                steps=steps,
-                route=route,
-                block=block,
-                error=f"{(some - exact).norm() / exact.norm():.4g}",
-                largest=f"{some.abs().max() / exact.abs().max():.4g}",
-                **conditions(torch.device("cpu")),
-                bitsandbytes=version("bitsandbytes"),
-            )
-            print(row, flush=True)
-            rows.append(row)
+            row = {"gradients": name, "steps": steps, "route": route, "block": block}
+            row["error"] = f"{(some - exact).norm() / exact.norm():.4g}"
+            row["largest"] = f"{some.abs().max() / exact.abs().max():.4g}"
+            print(*row.values(), sep=", ", flush=True)
+            row |= conditions(torch.device("cpu"))
+            rows.append(row | {"bitsandbytes": version("bitsandbytes")})
     write(RESULTS / "quantization_error.csv", rows)

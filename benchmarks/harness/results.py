@@ -122,12 +122,13 @@ def conditions(device: torch.device) -> dict[str, str]:
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:
-    """Writes rows (dataclasses of one kind) as CSV."""
+    """Writes rows (dataclasses or dictionaries of one kind) as CSV."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    records = [row if isinstance(row, dict) else asdict(row) for row in rows]
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(rows[0])], lineterminator="\n")
+        writer = csv.DictWriter(file, records[0], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        writer.writerows(records)
 
 
 def read(path: Path, kind: type[Any] = Row) -> list[Any]:

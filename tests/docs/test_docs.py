@@ -50,11 +50,17 @@ def report(monkeypatch):
 
 
 @pytest.fixture
+def by_network(report):
+    return importlib.import_module("harness.network_tables").by_network
+
+
+@pytest.fixture
 def networks(report):
     return report.read(RESULTS / "nets_cpu.csv")
 
 
 def test_tables_of_training_steps_are_those_of_the_csvs(report):
+    experiment_tables = importlib.import_module("harness.experiment_tables")
     rows = report.read(RESULTS / "nets_transformers_epyc.csv")
     epyc, _, xeon = OTHER_MACHINES.split("## A Xeon")
     fused = epyc.partition("## Muon")[0]
@@ -64,7 +70,7 @@ def test_tables_of_training_steps_are_those_of_the_csvs(report):
     for text, machine in ((epyc, "epyc"), (xeon, "xeon")):
         paths = RESULTS.glob(f"experiments_e?_{machine}.csv")
         experiments = [row for path in paths for row in records(path)]
-        tables.append((text, report.experiments_table(experiments)))
+        tables.append((text, experiment_tables.experiments_table(experiments)))
     for text, (header, _, *lines) in tables:
         assert table(text, header) == lines
 
@@ -111,15 +117,15 @@ def test_who_is_faster_is_said_of_the_fastest_variants_beyond_their_spread(repor
     )
 
 
-def test_compiled_steps_of_the_csv_take_the_memory_of_eager_ones(report, networks):
-    for network, by in report.by_network(networks).items():
+def test_compiled_steps_of_the_csv_take_the_memory_of_eager_ones(by_network, networks):
+    for network, by in by_network(networks).items():
         if "O5, compiled" in by:
             assert by["O5, compiled"].memory_mib <= 1.05 * by["O5"].memory_mib, network
 
 
-def test_readme_says_what_the_gpus_csvs_have(report):
+def test_readme_says_what_the_gpus_csvs_have(report, by_network):
     text = " ".join(README.partition("Most of the gain")[2].split())
-    for case, by in report.by_network(report.read(RESULTS / "nets_cuda.csv")).items():
+    for case, by in by_network(report.read(RESULTS / "nets_cuda.csv")).items():
         amp, plain, fused = (by[variant] for variant in ("torch.amp", "O5, unfused", "O5"))
         network = case.partition(" (")[0]
         assert re.search(rf"{amp.median_ms / plain.median_ms:.2f}x \({network}\)", text)
