@@ -1,4 +1,4 @@
-"""What training gives, to the last bit: a SHA-256 for each of a fixed set of runs.
+"""The results of training, to the last bit: a SHA-256 for each of a fixed set of runs.
 
     python tests/bits.py            prints a line per run: ISA, threads, backend, run, hash
     python tests/bits.py --write    writes the hashes to tests/data/bits.json

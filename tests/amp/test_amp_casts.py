@@ -188,7 +188,7 @@ class Batch(types.SimpleNamespace):
 
 class DeviceBatch(Batch):
     def to(self, device):
-        raise AssertionError("a dtype is no device")
+        raise AssertionError("a dtype was passed as a device")
 
 
 class KeywordBatch(Batch):
@@ -412,7 +412,7 @@ class Slotted:
 
 
 def of_an_attribute(module):
-    """The module's ``forward`` is an attribute that is no method."""
+    """The module's ``forward`` is an attribute, not a method."""
     module.forward = functools.partial(Net.forward, module)
     return Proxy(module)
 

@@ -168,7 +168,7 @@ FLOAT = {
     "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long)),
     "ctc_loss": lambda x: F.ctc_loss(x[:, None], torch.ones(1, 2).long(), [4], [2]),
 }
-# Of two tensors, the widest of whose types it is.
+# Functions of two tensors whose result has the wider type.
 WIDEST = {
     "addcdiv": lambda x, y: torch.addcdiv(x, x, y),
     "addcmul": lambda x, y: torch.addcmul(x, x, y),

@@ -359,7 +359,7 @@ def frozen(module):
 
 
 LOOSE = nn.Parameter(torch.ones(4))
-# Of a model, another one and a loss: what is given to initialize, and how many warnings come.
+# The arguments of initialize, from a model, another one and a loss, and the number of warnings.
 STRANGERS = {
     "its own": lambda m, other, loss: (m, sgd(m), 0),
     "another model": lambda m, other, loss: (m, sgd(other), 1),
@@ -398,7 +398,7 @@ def changed(model, change):
 STRANGERS |= {name: lambda m, *_, of=of: changed(m, of) for name, of in CHANGES.items()}
 
 
-# Those of them where nothing of the model would be trained, which is an error.
+# Those where no parameter of the model would be trained, which is an error.
 NONE_TRAINED = {"a copy", "to_empty", "assign", "another model"}
 
 

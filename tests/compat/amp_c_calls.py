@@ -53,7 +53,7 @@ def arguments(name, device, lists=None):
 
 
 def of_all_types(name, lists):
-    """Where a list may hold half types, the second tensor is float16 and the fourth bfloat16."""
+    """Lists that may hold half types have a float16 tensor second and a bfloat16 one fourth."""
     lists = lists[:4] if name == "lamb_mp" else lists
     halves = 2 if name.startswith("adam") else len(lists)
     dtypes = (f32, f16, f32, bf16)

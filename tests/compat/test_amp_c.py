@@ -118,7 +118,7 @@ def test_norms_beside_a_scale(flag):
 
 
 def test_unscale_l2norm_is_of_unscaled_values(flag):
-    """A norm that FP32 holds only once it is unscaled is no overflow."""
+    """A norm beyond FP32's range that unscaling brings back into it does not overflow."""
     x = [torch.full((9,), 3e38), torch.full((16,), 1.5e38)]
     inv = torch.tensor([2.0**-16])
     norm, norms = call("unscale_l2norm", flag, [x], (inv, True))

@@ -85,7 +85,7 @@ def lamb_update(lists, k, decays, mode, bc, averaging):
 
 
 def lamb_apply(params, updates, has_ratio):
-    """A norm of zero is no ratio."""
+    """The ratio is 1 where a norm is zero."""
     result = []
     for p, u in zip(params, updates, strict=True):
         norms = p.norm(), u.norm()

@@ -287,7 +287,7 @@ def test_loss_scalers_pickle():
     assert again.loss_scale() == 128.0
 
 
-# What is not finite in the first of two passes is seen when the second one adds to it.
+# An overflow in the first of two passes is seen when the second one adds to it.
 @pytest.mark.parametrize("factors", [[INF], [NAN, 1.0], [1.0, INF]])
 @pytest.mark.parametrize(
     ("level", "kind"),

@@ -85,7 +85,7 @@ def parallel_options():
     return found
 
 
-# Of six images, how many the first process has; whether a residual and a ReLU are applied; more.
+# How many of six images the first process has; whether a ReLU and a residual are applied; more.
 SYNC_CASES = {
     "uneven": {"first": 2, "relu": True, "add": True},
     "alone": {"first": 3, "relu": False, "add": False, "momentum": None},

@@ -39,7 +39,7 @@ ROWS = st.lists(st.tuples(shapes, KINDS, st.booleans(), STATES), min_size=1, max
 
 @st.composite
 def tensors(draw, dtypes=DTYPES, shape=None):
-    """Of any size, type, layout and device that a caller may come with."""
+    """Tensors of any size, type, layout and device that a caller may pass."""
     shape = draw(shapes) if shape is None else shape
     dtype = draw(st.sampled_from(dtypes))
     kind = draw(
@@ -65,7 +65,7 @@ vectors = st.one_of(
 )
 lists = st.lists(tensors(), max_size=3)
 storages = st.sampled_from((*STORAGES, "wrong"))
-# What stands in for an optimizer's groups and states.
+# Stand-ins for an optimizer's groups and states.
 containers = st.sampled_from((None, [], {}, [{"params": []}], {1: {"a": 1}}, [3], "wrong"))
 
 

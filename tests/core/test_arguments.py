@@ -170,7 +170,7 @@ def test_a_gradient_of_another_shape(table, grad):
 
 
 def test_earlier_gradients_in_another_layout_add_up():
-    """What a pass finds stands aside until it ends, in the order of its own elements."""
+    """A pass sets earlier gradients aside until it ends, in their own order of elements."""
     table = _core.C.ParamTable("sgd", CPU)
     param = torch.zeros(2, 3, requires_grad=True)
     earlier = torch.arange(6.0).view(3, 2).t()

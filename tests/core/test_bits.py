@@ -11,7 +11,7 @@ EXPECTED = json.loads(bits.FILE.read_text())
 
 
 def assert_as_before(found):
-    # What has come since is compared from the next time on that hashes are written.
+    # A new run is compared once its hash has been written.
     assert found.keys() >= EXPECTED.keys()
     different = [name for name, hashed in EXPECTED.items() if found[name] != hashed]
     assert not different, f"results differ from the earlier version's: {different}"
@@ -21,7 +21,7 @@ def test_results_are_those_of_the_earlier_version():
     assert_as_before(bits.hashes())
 
 
-# Of the others, and of CUDA, test_same_bits.py has every kernel.
+# test_same_bits.py runs every kernel of the other instruction sets and of CUDA.
 ISAS = [
     pytest.param(isa, marks=() if isa == "scalar" else pytest.mark.slow)
     for isa in bits.ISAS[_core.C.cpu_isa()]

@@ -44,7 +44,7 @@ def test_cpp(order):
     run(PROGRAM, AMPFUSE_EMULATED_BLOCK_ORDER=order)
 
 
-# Of the narrowest, test_bits.py has each kernel in the quick tests.
+# In quick tests test_bits.py runs each kernel of the narrowest.
 NARROWER = slow(*bits.ISAS[_core.C.cpu_isa()][:-1])
 
 

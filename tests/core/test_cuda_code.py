@@ -1,4 +1,4 @@
-"""What nvcc made of the hot kernels: no register spills, wide accesses, and few instructions.
+"""The hot kernels as nvcc compiles them: no register spills, wide accesses, and few instructions.
 
 What nvcc must compile on a machine with a GPU (benchmarks/gpu_gate.sh) compiles here.
 """
@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 
-# The kernels that steps spend their time in: (its name in the symbol, lists read, lists written).
-# Of its instances the hot one is that for tables without rare lists, the largest mask of missing
+# The kernels that steps spend their time in: (name in the symbol, lists read, lists written). A
+# kernel's hot instance is the one for tables without rare lists, with the largest mask of missing
 # lists.
 HOT = {
     "inspect": ("inspect_kernelI", 1, 0),
@@ -45,7 +45,7 @@ APPLIED = [name for name, (symbol, *_) in HOT.items() if "apply" in symbol]
 
 @pytest.fixture(scope="module")
 def dump():
-    """What cuobjdump prints of a file: a CUDA toolkit's, or that of torch's triton."""
+    """The output of cuobjdump, a CUDA toolkit's or that of torch's triton, for a file."""
     packages = sysconfig.get_paths()["purelib"]
     homes = [os.environ.get("CUDA_HOME", "/usr/local/cuda"), f"{packages}/nvidia/cu13"]
     folders = [f"{home}/bin" for home in [*homes, f"{packages}/triton/backends/nvidia"]]
@@ -198,8 +198,8 @@ def test_bits_are_moved_as_bits(arch, dump, objects):
 
 @pytest.mark.parametrize("kernel", HOT)
 def test_memory_moves_in_wide_accesses(kernel, compiled):
-    """Where a pass measures, eight elements are one access as halves and two as FP32; where it
-    updates, each of two packs of four is one."""
+    """A pass that measures reads eight elements in one access as halves and in two as FP32; one
+    that updates reads two packs of four."""
     symbol, read, written = HOT[kernel]
     accesses = {"v4": 2, "v2": 2} if kernel in APPLIED else {"v4": 3}
     assert_wide(hot_instance(compiled, symbol), read, written, accesses)

@@ -100,7 +100,7 @@ def test_first_step_refuses(refused):
         optimizer.step()
 
 
-# What Colab and Kaggle offer, under their torch; and under one that does not list its kernels.
+# The GPUs of Colab and Kaggle, with their torch and with one that does not list its kernels.
 @pytest.mark.parametrize("of_torch", [OF_TORCH, []])
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
 def test_others_have_no_problem(capability, of_torch, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a step launches and uploads on CUDA, counted by the emulated runtime."""
+"""The launches and uploads of a step on CUDA, counted by the emulated runtime."""
 
 import functools
 

@@ -85,7 +85,7 @@ def test_ranks_decide_as_one(kind, clip, copies, device):
     ranks = Ranks()
 
     def trained(rank):
-        """What one rank has, or the only one where `rank` is None."""
+        """The parameters of one rank, or of a single process where `rank` is None."""
 
         def part(value, i):
             mine = value if rank is None or is_copy[i] else value.tensor_split(RANKS)[rank]

@@ -47,10 +47,10 @@ class Values:
         return values.to(self.device, dtype)[offset:]
 
     def gradients(self, params, step):
-        """Of a step: an overflow in the second, zeros in the fourth.
+        """The gradients of a step: an overflow in the second, zeros in the fourth.
 
-        Of some rows none, which keep their own step count; of others mostly zeros, as of an
-        embedding of which most rows, here 64 wide, are never seen.
+        Some rows have none and keep their own step count; others have mostly zeros, like an
+        embedding whose rows, here 64 wide, are mostly unused.
         """
         row = []
         for i, param in enumerate(params):

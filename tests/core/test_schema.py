@@ -1,4 +1,4 @@
-"""What the extension says of algorithms and storage types is what the optimizers have."""
+"""The extension's lists of algorithms and storage types are those of the optimizers."""
 
 import inspect
 

@@ -361,7 +361,7 @@ TEST(unscaled_gradients_are_written) {
   }
 }
 
-// What earlier passes left is not this one's overflow; its own is, wherever the other is.
+// A pass reports its own overflow, and never one that an earlier pass left.
 TEST(an_overflow_belongs_to_the_pass_that_made_it) {
   for (const DType type : kTypes) {
     for (const float magnitude : {1.0f, 1e-25f}) {  // the small ones are summed twice
@@ -561,7 +561,7 @@ TEST(edited_split_weights) {
   }
 }
 
-// What comes back of a value that a conversion, or a step, encodes.
+// A value after a conversion, or a step, has encoded it and it is decoded.
 template <class Quantizer>
 static float decoded(Quantizer, float x, float scale, bool steps = false) {
   const float encoder = Quantizer::encoder(scale);

@@ -61,7 +61,7 @@ __global__ void sum_by_ticket(const int* values, int* partial, unsigned* ticket,
   *last = int(blockIdx.x);
 }
 
-// Of a launch in one block: the message, or none.
+// The error message of a launch in one block, or "".
 template <class... Args>
 std::string error_of(void (*kernel)(Args...), int threads, Args... args) {
   try {

@@ -17,7 +17,7 @@ namespace {
 constexpr int kWidth = Neon::kWidth;
 constexpr DType kFloats = DType::kFloat32;
 
-// What is special to a format or lies between two values of one, and then any bits.
+// Special values of the formats, values between two of theirs, and then random bits.
 std::vector<float> values() {
   std::vector<float> found;
   for (const uint32_t bits :

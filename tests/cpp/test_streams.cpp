@@ -188,7 +188,7 @@ TEST(a_failing_call_leaves_nothing_behind) {
   }
 }
 
-// What an inspection leaves for the update is there after a list is set between the two.
+// An update finds the results of its inspection although a list was set between the two.
 TEST(a_list_is_set_within_a_captured_step) {
   std::vector<RowSpec> rows(3);
   for (int i = 0; i < 3; ++i) {

@@ -186,7 +186,7 @@ class World {
     static const std::vector<char> none;
     return buffer(row, list) ? buffer(row, list)->read() : none;
   }
-  // What is no value by itself, as the integer that it is.
+  // Types other than floats, such as 8-bit states, are read as integers.
   std::vector<float> values(int64_t row, int list) {
     const RowSpec& spec = specs_[size_t(row)];
     const DType type = this->type(row, list);
@@ -228,7 +228,7 @@ class World {
     }
     step(std::vector<Algorithm>{algorithm}, max_norm, skip, stream);
   }
-  // Of rows that say themselves which of these is theirs.
+  // Each row names its algorithm by its place in `algorithms`.
   void step(const std::vector<Algorithm>& algorithms, double max_norm = 1.0, bool skip = true,
             void* stream = nullptr) {
     Preparation preparation;

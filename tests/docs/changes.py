@@ -24,19 +24,19 @@ import torch.distributed.fsdp
 import torch.nn.functional as F
 from torch import nn
 
-# Of torch all but what compiles; of Python what a library could reach for.
+# torch's modules, except for its compilers, and Python's that a library could change.
 _MODULES = re.compile(
     r"torch(?!\._(dynamo|inductor|functorch|refs|prims|decomp|export|higher_order|numpy))(\..*)?|"
     r"builtins|copyreg|functools|gc|logging|os|pickle|signal|sys|threading|warnings|weakref"
 )
-# What Python and torch count and remember themselves.
+# Names that Python and torch change by themselves: counters and caches.
 _OWN = re.compile(
     r".*\.__(warningregistry|builtins|loader|spec)__|sys\.(modules|path_importer_cache)(\[\])?|"
     r"warnings\.filters(\[\])?|"
     r"torch\.utils\.hooks\.RemovableHandle\.next_id|"
     r"torch\._weights_only_unpickler\._marked_safe_globals_set(\[\])?"
 )
-_calls = []  # of what leaves no trace that Python shows
+_calls = []  # recorded, because Python has no list of them
 
 
 def record_calls(module, name):
@@ -51,7 +51,7 @@ def record_calls(module, name):
 
 
 def process():
-    """{name: object, or a list of such} of what one process has once."""
+    """{name: object, or a list of such} of the process's global state."""
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated names that are looked at
@@ -115,7 +115,7 @@ def _note(found, name, value):
 
 
 def objects(model, optimizer):
-    """The same of what ``amp.initialize`` is given; what a part of it has is the part's."""
+    """The same of a model and its optimizer, each name under its module, parameter or buffer."""
     found = {}
 
     def look(key, kind, thing):
@@ -139,7 +139,7 @@ def objects(model, optimizer):
 
 
 def changed(before, after):
-    """The names of what is another object, has another content, or is new in a known place."""
+    """The names whose object or content differs, and those that are new in a known place."""
     known = {_place(name) for name in before}
     names = set()
     for name in before.keys() | after.keys():
@@ -156,7 +156,7 @@ def changed(before, after):
 
 
 def _place(name):
-    """What has the attribute."""
+    """The owner of the attribute."""
     if isinstance(name, tuple):
         return name[0], name[1].partition(".")[0]
     return name.removesuffix("[]").rpartition(".")[0]
@@ -185,7 +185,7 @@ BATCH = torch.randn(2, 2, 4, 4), torch.tensor([0, 1])
 
 
 def torchs_own():
-    """What torch loads and counts at first use, it does here."""
+    """Makes torch load and count here what it does at first use."""
     model, optimizer = training()
     for dtype in (torch.float16, torch.bfloat16):
         with torch.autocast("cpu", dtype=dtype):

@@ -233,10 +233,10 @@ def test_reasons():
 @pytest.mark.parametrize(
     ("reference", "loss", "is_good"),
     [
-        # Where seeds make no difference, one percent of the way does.
+        # Where seeds make no difference, one percent of the loss's decrease is allowed.
         (row("O0"), row("O4", 5.0, 1.019), True),
         (row("O0"), row("O4", 5.0, 1.021), False),
-        # Of a model that learns no more, the rounding of the loss is allowed.
+        # Where a model no longer learns, the rounding of the loss is allowed.
         (flat("O0", 0.5), flat("O4", 0.5019), True),
         (flat("O0", 0.5), flat("O4", 0.502), False),
     ],

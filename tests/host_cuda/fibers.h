@@ -1,6 +1,6 @@
 // Runs the threads of one CUDA block as fibers: each runs until it ends or waits at a barrier, then
-// the next one does. No two run at once, so a data race is no race here; what shows up is a missing
-// barrier, under some order of the threads.
+// the next one does. No two run at once, so data races cannot show here; a missing barrier does,
+// under some order of the threads.
 #pragma once
 
 #include <cstdint>

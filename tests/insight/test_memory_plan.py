@@ -388,7 +388,7 @@ def test_dropout_and_attention_keep_what_they_keep_on_a_gpu():
     on = {name: ampfuse.plan(Attention, batch, device=name).held for name in ("cpu", "cuda")}
     elements, probabilities = 2 * 128 * 64, 2 * 4 * 128 * 128
     less = on["cpu"]["O0"]["activations"] - on["cuda"]["O0"]["activations"]
-    # Of each block a mask and a product of probabilities, and 4 - 1 bytes of each other mask.
+    # Each block's mask and product of probabilities, and 4 - 1 bytes of each other mask.
     assert less > 2 * 2 * 4 * probabilities + 3 * 3 * 2 * elements
     assert "+ activation checkpointing" in on["cuda"]  # which finds the same operations again
     assert (F.dropout, F.scaled_dot_product_attention) == functions

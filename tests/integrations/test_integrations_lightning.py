@@ -1,4 +1,4 @@
-"""What Lightning has and the other frameworks have not: parts, evaluation, several optimizers."""
+"""Features of Lightning alone: parts, evaluation, several optimizers."""
 
 import pytest
 import torch

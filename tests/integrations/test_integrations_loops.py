@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 def rows(level):
-    """Of an epoch; four are a batch."""
+    """The rows of an epoch; four are a batch."""
     factors = torch.ones(STEPS, PASSES, 4)
     if level not in (None, "O0"):
         factors[OVERFLOW, -1] = float("inf")
@@ -251,7 +251,7 @@ def test_trains_clips_accumulates_skips_and_resumes_as_a_loop_does(kind, level, 
 
 
 def test_logs_count_skipped_steps(tmp_path):
-    """Those of Lightning, of Accelerate and of the Trainer."""
+    """The logs of Lightning, Accelerate and the Trainer."""
     lit = ByLightning("O5", Guarded)
     trainer = quiet_trainer(lit.amp, max_epochs=1, log_every_n_steps=STEPS * PASSES)
     trainer.fit(Lit(lit, tmp_path / "lit.ckpt"), lit.batches)

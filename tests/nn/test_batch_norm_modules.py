@@ -12,7 +12,7 @@ from torch import nn
 from ampfuse.nn import BatchNormAct2d
 from cases import bf16, f16, f32, f64
 
-# Of a float32 statistic, and of results that are rounded once.
+# For results that are rounded once; float32's also for statistics.
 TOLERANCE = {f64: 1e-10, f32: 1e-5, f16: 2e-3, bf16: 2e-2}
 
 # Arguments of the batch norm, and what is done to it.

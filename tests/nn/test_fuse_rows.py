@@ -65,7 +65,7 @@ class Gated(nn.Module):
 
 
 class Functions(nn.Module):
-    """Activations that are no modules."""
+    """Activations that are functions, not modules."""
 
     def __init__(self):
         super().__init__()

@@ -79,7 +79,7 @@ def test_wrong_hyper_parameters(kind, case):
         with refused(optimizer, message):
             optimizer.add_param_group(group)
         right = optimizer.param_groups[0][name]
-        if name in FLAGS:  # what counts as the same is no change
+        if name in FLAGS:  # equal values change nothing
             optimizer.param_groups[0][name] = False
             train(optimizer)
         optimizer.param_groups[0][name] = "0.91" if wrong == "0.9" else wrong

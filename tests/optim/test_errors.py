@@ -68,7 +68,7 @@ STRANGE = {
     "gaps": (torch.ones(8, 3)[::2], r"body.weight of shape \[4, 3\] and strides.*gaps"),
     "overlap": (torch.ones(1, 3).expand(4, 3), "body.weight.*overlaps in memory"),
     "sparse": (torch.eye(4, 3).to_sparse(), "body.weight is sparse"),
-    # That of a model which waits there.
+    # A parameter of a model that is not materialized yet.
     "meta": (torch.ones(4, 3, device="meta"), "^body.weight is on the meta device.*Materialize it"),
 }
 

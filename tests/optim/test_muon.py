@@ -166,7 +166,7 @@ def test_steps_are_torchs_within_their_products(name):
             assert torch.allclose(*buffers, rtol=1e-5, atol=1e-7)
             decayed = start * (1 - options["lr"] * options.get("weight_decay", 0.1))
             assert distance(param - decayed, other - decayed) < 0.06
-            # What is not within the order of sums is torch's own error.
+            # A difference beyond the order of sums is torch's own error.
             exact = in_float64(
                 _nesterov(ours, param), polynomials_of(JORDAN, options.get("ns_steps", 5))
             )

@@ -244,7 +244,7 @@ def update_group(optimizer, new):
     group.update(lr=group["lr"] * 0.5, weight_decay=0.03)
 
 
-# What users and wrappers do to an optimizer between two steps, for test_sequences.py: they take
+# Changes that users and wrappers make between two steps, for test_sequences.py: they take
 # parameters out of the groups to freeze layers, restart momentum, exchange state tensors.
 BETWEEN = {
     "add a group": lambda o, new: o.add_param_group({"params": [new], "lr": 1e-3}),

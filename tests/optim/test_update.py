@@ -104,7 +104,7 @@ MIXTURES = DTYPES if cases.can_mix_dtypes() else [(dtype, dtype) for dtype in (f
 def test_every_dtype_mixture_is_as_accurate_as_torch_in_fp32(name):
     """Half gradients and weights with masters: the error of FP32 arithmetic, not of half."""
     run = Run(name, MIXTURES, in_turn=True, master_weights=True)
-    # What adds up in more steps is FP32's, whatever the dtypes: the test before has it.
+    # In more steps FP32's own error adds up, which the test before measures.
     run.steps(STEPS // 4)
     run.check()
 

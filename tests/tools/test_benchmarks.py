@@ -316,7 +316,7 @@ def documented(page, header):
 
 
 def test_the_documentation_has_the_tables_of_the_csvs(load):
-    """Where no comment names a CSV."""
+    """Tables that are not marked by a comment with the name of a CSV."""
     results, quality = load("harness.results"), load("quality")
     lines = load("report").steps_table(results.read(RESULTS / "step_cpu.csv"))
     assert documented("benchmarks.md", "| step | threads |") == lines

@@ -1,4 +1,4 @@
-"""What the build decides: which torch, which compiler, and what it says when it cannot go on.
+"""The build's choice of torch and compiler, and its messages when it cannot go on.
 
 The decisions are functions of what was found, so no test here needs a network, a compiler or
 another torch. Those marked slow install for real.
@@ -100,7 +100,7 @@ def test_looks_in_the_active_environment_last(probe, tmp_path):
     commands = probe.torch_commands({"VIRTUAL_ENV": str(tmp_path)})
     assert commands[0] == [sys.executable]
     assert commands[-1] == [str(tmp_path / "bin" / "python"), "-I"]
-    # Of another Python version: what it imports could not load what is built here.
+    # Another Python version is left out: it could not load what is built here.
     a_shell_script(tmp_path / "bin" / "python", "echo cpython-27")
     assert len(probe.torch_commands({"VIRTUAL_ENV": str(tmp_path)})) == len(commands) - 1
 
@@ -320,7 +320,7 @@ def test_an_older_driver_is_told(built, driver, warns):
 
 
 def symbols(library: Path) -> set[str]:
-    """What a library has for others: names with versions, not of torch's inline functions."""
+    """The names that a library exports, with versions, without torch's inline functions."""
     run = subprocess.run(
         ["nm", "-D", "-C", "--defined-only", library], check=True, capture_output=True, text=True
     )

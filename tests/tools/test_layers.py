@@ -19,7 +19,7 @@ def home(module):
 
 
 def used_names(path):
-    """What a file takes from modules of ours: (module, name), imported or as ``module.name``."""
+    """The names (module, name) that a file uses of our modules, imported or as ``module.name``."""
     modules = {}
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
