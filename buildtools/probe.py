@@ -108,7 +108,7 @@ def find_torch(commands: Sequence[Sequence[str]] | None = None) -> Torch | None:
     return None
 
 
-# Its kernels run beside every torch, and drivers for it beside older ones.
+# CUDA 13.0 kernels work with every supported torch; a driver for CUDA 13 also runs older builds.
 WHEEL_CUDA = "13.0"
 
 

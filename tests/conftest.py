@@ -50,10 +50,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def choose_combinations(items):
-    """Mark as exhaustive the combinations of a test's parameters that quick runs can do without: of
-    a test marked `covers(n)` those that need not run for each n values to meet, in emulation those
-    that need not run for each value to occur. (It is several times slower than the CPU's kernels,
-    and test_cpp.py compares each kernel with those.)
+    """Mark as exhaustive the combinations of a test's parameters that quick runs can do without: in
+    quick runs each n values of a test marked `covers(n)` meet, and in emulation each value occurs.
+    (It is several times slower than the CPU's kernels, and test_cpp.py compares each kernel with
+    those.) The choice depends on nothing but the parameters: ``pytest --collect-only -q FILE``
+    lists the combinations that run, and ``pytest -m '' ID`` runs any one.
     """
     tables = defaultdict(list)
     for item in items:
@@ -62,21 +63,22 @@ def choose_combinations(items):
             if device == "emulated" or mark:
                 n = 1 if device == "emulated" else mark.args[0]
                 tables[item.parent, item.originalname, device, n].append(item)
-    for (*_, n), rows in tables.items():
-        for item in left_out(rows, n):
+    for (*_, n), combined in tables.items():
+        for item in superfluous(combined, n):
             item.add_marker(pytest.mark.exhaustive)
 
 
-def left_out(rows, n):
-    """Those of the rows that need not run for each `n` values of their parameters to meet."""
-    values = [[(name, id(v)) for name, v in item.callspec.params.items()] for item in rows]
-    meet = [set(combinations(row, min(n, len(row)))) for row in values]
-    rows, left = list(rows), set().union(*meet)
-    while left:
-        most = max(range(len(rows)), key=lambda row: len(meet[row] & left))
-        left -= meet[most]
-        rows[most] = None
-    return list(filter(None, rows))
+def superfluous(items, n):
+    """The items that need not run for each `n` values to meet: again and again the first of those
+    with the most new meetings of `n` values is kept, until none is left."""
+    values = [[(name, id(v)) for name, v in item.callspec.params.items()] for item in items]
+    meetings = [set(combinations(row, min(n, len(row)))) for row in values]
+    items, uncovered = list(items), set().union(*meetings)
+    while uncovered:
+        most = max(range(len(items)), key=lambda i: len(meetings[i] & uncovered))
+        uncovered -= meetings[most]
+        items[most] = None
+    return list(filter(None, items))
 
 
 def is_quick(config):
