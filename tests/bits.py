@@ -86,15 +86,15 @@ def main() -> None:
     if arguments.threads:
         print(json.dumps(hashes()))
         return
-    found = {}
+    hashes_by_run = {}
     for isa, threads in itertools.product(ISAS[_core.C.cpu_isa()], (1, 2)):
-        found[f"{isa} {threads} cpu"] = hashes_of(isa, threads)
+        hashes_by_run[f"{isa} {threads} cpu"] = hashes_of(isa, threads)
     with unittest.mock.patch.object(_core, "C", conftest.emulated_module()):
-        found["emulated 1 cuda"] = hashes()
-    for where, runs in found.items():
+        hashes_by_run["emulated 1 cuda"] = hashes()
+    for where, runs in hashes_by_run.items():
         for name, hashed in runs.items():
             print(f"{where:<16} {name:<40} {hashed}")
-    first, *others = found.values()
+    first, *others = hashes_by_run.values()
     if any(other != first for other in others):
         sys.exit("The hashes depend on the instruction set, the threads or the backend.")
     if arguments.write:

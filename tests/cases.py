@@ -1,4 +1,6 @@
-"""The table of optimizers and dtypes that the tests share, and small helpers."""
+"""The table of optimizers and dtypes that the tests share, and small helpers. (`trainings.py` has
+whole trainings, which also run on older versions.)
+"""
 
 import contextlib
 import inspect
@@ -192,16 +194,16 @@ def same_bits(a, b):
 
 def everything(optimizer):
     """Every tensor that a step of `optimizer` may write, by name."""
-    found = {}
+    tensors = {}
     i = 0
     for group in optimizer.param_groups:
         for param in group["params"]:
-            found[f"param {i}"] = param
+            tensors[f"param {i}"] = param
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{key} {i}"] = value
+                    tensors[f"{key} {i}"] = value
             i += 1
-    return found
+    return tensors
 
 
 def snapshot(optimizer):

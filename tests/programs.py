@@ -63,8 +63,8 @@ def _one_of_two(folder: str, file: str, *jobs: str) -> None:
     dist.init_process_group("gloo")
     sys.path.insert(0, str(Path(file).parent))
     module = importlib.import_module(Path(file).stem)
-    found = {job: getattr(module, job)() for job in jobs}
-    torch.save(found, f"{folder}/{dist.get_rank()}.pt")
+    results = {job: getattr(module, job)() for job in jobs}
+    torch.save(results, f"{folder}/{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 

@@ -161,7 +161,7 @@ def with_whole_masters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def left_behind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """State dicts first: looking at masters or gradients may compute some."""
     state = with_whole_masters(optimizer)
-    found = {
+    tensors = {
         "state_dict": model.state_dict(),
         "optimizer": state["state"],
         "lr": [group["lr"] for group in state["param_groups"]],
@@ -170,8 +170,8 @@ def left_behind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
     # The sign of torch's zeros depends on the CPU.
     for name, params in (("", model.parameters()), (" of masters", amp.master_params(optimizer))):
-        found[f"gradients{name}"] = [None if p.grad is None else p.grad + 0 for p in params]
-    return found
+        tensors[f"gradients{name}"] = [None if p.grad is None else p.grad + 0 for p in params]
+    return tensors
 
 
 # ---- the runs ------------------------------------------------------------------------------------
@@ -309,12 +309,12 @@ def with_scaler(
     if halved:  # the hashes are of the groups as they began
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"]
-    found = {"steps": steps, "scaler": scaler.state_dict(), **left_behind(params, optimizer)}
+    results = {"steps": steps, "scaler": scaler.state_dict(), **left_behind(params, optimizer)}
     if meter:
-        found["readings"] = [str(reading) for reading in optimizer.meter.readings]
+        results["readings"] = [str(reading) for reading in optimizer.meter.readings]
         names = dict.fromkeys(reading.parameter for reading in optimizer.meter.readings)
-        found["changed"] = [optimizer.meter.changed(name).to(torch.uint8) for name in names]
-    return found
+        results["changed"] = [optimizer.meter.changed(name).to(torch.uint8) for name in names]
+    return results
 
 
 def alone(name: str, *, infinite: bool = False, **options: Any) -> dict[str, Any]:
@@ -378,7 +378,7 @@ def operations() -> dict[str, Any]:
     x = [fractions(shape, i).to(t) for i, shape in enumerate(shapes) for t in types]
     y = [fractions(shape, i + 50).to(t) for i, shape in enumerate(shapes) for t in types]
     norm, norms = ops.l2norm(x, per_tensor=True)
-    found: dict[str, Any] = {"norm": norm, "norms": norms}
+    results: dict[str, Any] = {"norm": norm, "norms": norms}
     for name, call in {
         "scale": lambda out, flag: ops.scale(x, out, 1 / 3, flag),
         "axpby": lambda out, flag: ops.axpby(x, y, out, 1 / 3, -7.0, flag),
@@ -387,15 +387,15 @@ def operations() -> dict[str, Any]:
     }.items():
         out, flag = [t.to(types[i % 2]) for i, t in enumerate(y)], torch.zeros(1)
         call(out, flag)
-        found[name] = [out, flag]
-    return found
+        results[name] = [out, flag]
+    return results
 
 
 def batch_norm(dtype: torch.dtype) -> dict[str, Any]:
     """Forward and backward of the fused batch norm: widths around a vector's, rows around a tile's
     and a span's, two users."""
     act = nn_ops().batch_norm_act
-    found = {}
+    results = {}
     for channels, height in itertools.product((3, 16, 65, 150), (4, 23)):
         shape = (2, height, height, channels)
         x, residual, dy = (
@@ -409,32 +409,32 @@ def batch_norm(dtype: torch.dtype) -> dict[str, Any]:
         # The users' gradients are the factors, whatever torch's sum is.
         ((out * dy).sum() + (out * dy).sum()).backward()
         grads = [t.grad for t in (x, residual, weight, bias)]
-        found[f"{channels} {height}"] = [y.detach(), *running, *grads]
-    return found
+        results[f"{channels} {height}"] = [y.detach(), *running, *grads]
+    return results
 
 
 def results(outputs: Any, gradients: Any, *inputs: Tensor | None) -> list[Tensor]:
     """The outputs, and the gradients of those inputs that are there."""
     outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    found = torch.autograd.grad(outputs, [t for t in inputs if t is not None], gradients)
-    return [*(t.detach() for t in outputs), *found]
+    input_gradients = torch.autograd.grad(outputs, [t for t in inputs if t is not None], gradients)
+    return [*(t.detach() for t in outputs), *input_gradients]
 
 
 def cross_entropy(dtype: torch.dtype) -> dict[str, Any]:
     """Classes around a vector's width, the lanes' and a span's."""
-    found = {}
+    by_case = {}
     for classes, smoothing in itertools.product((1, 17, 129, 4097, 9000), (0.0, 0.1)):
         logits = (8 * fractions((5, classes), classes)).to(dtype).requires_grad_()
         target = torch.tensor([0, classes - 1, -100, classes // 2, 0])
         weight = integers((classes,), 1, 3) + 3 if smoothing else None
         losses = nn_ops().cross_entropy(logits, target, weight, -100, smoothing)
-        found[f"{classes} {smoothing}"] = results(losses, fractions((5,), 2), logits)
-    return found
+        by_case[f"{classes} {smoothing}"] = results(losses, fractions((5,), 2), logits)
+    return by_case
 
 
 def norm(dtype: torch.dtype) -> dict[str, Any]:
     """Columns around a vector's width, the lanes' and a span's."""
-    found = {}
+    by_case = {}
     for columns, centered in itertools.product((1, 17, 129, 1025, 3000), (True, False)):
         x, residual, *gradients = (
             fractions((37, columns), seed).to(dtype).requires_grad_(seed < 2) for seed in range(4)
@@ -442,13 +442,13 @@ def norm(dtype: torch.dtype) -> dict[str, Any]:
         weight = fractions((columns,), 4).requires_grad_()
         bias = fractions((columns,), 5).requires_grad_() if centered else None
         outputs = nn_ops().norm(x, residual, [columns], weight, bias, 1e-5, centered)
-        found[f"{columns} {centered}"] = results(outputs, gradients, x, weight, bias)
-    return found
+        by_case[f"{columns} {centered}"] = results(outputs, gradients, x, weight, bias)
+    return by_case
 
 
 def activation(dtype: torch.dtype) -> dict[str, Any]:
     """Columns around a vector's width, rows around a span's."""
-    found = {}
+    by_case = {}
     for columns, name in itertools.product((1, 17, 150), ("gelu", "gelu_tanh", "silu")):
         x, up, dy = (
             (4 * fractions((519, columns), seed)).to(dtype).requires_grad_(seed < 2)
@@ -457,8 +457,8 @@ def activation(dtype: torch.dtype) -> dict[str, Any]:
         bias = fractions((columns,), 3).requires_grad_()
         for case, others in (("plain", (None, None)), ("gated", (up, bias))):
             y = nn_ops().activation(x, *others, name)
-            found[f"{columns} {name} {case}"] = results(y, dy, x, *others)
-    return found
+            by_case[f"{columns} {name} {case}"] = results(y, dy, x, *others)
+    return by_case
 
 
 RUNS: dict[str, Callable[[], Any]] = {}

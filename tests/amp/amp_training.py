@@ -66,8 +66,8 @@ class Training:
         return [self.step(seed) for seed in seeds]
 
     def state(self):
-        found = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return copy.deepcopy({**found, "amp": amp.state_dict()})
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return copy.deepcopy({**states, "amp": amp.state_dict()})
 
     def load(self, saved, parts=("model", "optimizer")):
         saved = copy.deepcopy(saved)  # torch's optimizers keep the tensors that they load

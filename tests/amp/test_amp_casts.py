@@ -89,12 +89,12 @@ def test_weights_beyond_the_range_are_told(level, can_lose, value, lost):
     with torch.no_grad():
         for parameter in (model.fc.weight, model.bn.weight):
             parameter.view(-1)[1] = value
-    found = warnings_of(lambda: started(model, level))
+    warned = warnings_of(lambda: started(model, level))
     assert model.fc.weight.isinf().any() == (value == -math.inf or (lost and can_lose > 0))
     if not (lost and can_lose):
-        assert not found
+        assert not warned
         return
-    ((message, file),) = found
+    ((message, file),) = warned
     names = ["bn.weight", "fc.weight"][-can_lose:]
     assert ", ".join(f"{name!r} ({abs(value):g})" for name in names) + ". Use O5" in message
     assert file == __file__
@@ -246,9 +246,9 @@ x = torch.ones(2)
     ids=lambda v: type(v).__name__ if not callable(v) else "",
 )
 def test_containers_are_cast_and_keep_their_type(value, look):
-    found = pytree.cast(value, f16)
-    assert look(found).dtype == f16
-    assert type(found) is type(value)
+    cast = pytree.cast(value, f16)
+    assert look(cast).dtype == f16
+    assert type(cast) is type(value)
     assert look(value).dtype == f32, "the caller's own object must not change"
     # Through a model, inputs and outputs.
     model = started(Echo(), "O2")
@@ -259,7 +259,7 @@ def test_containers_are_cast_and_keep_their_type(value, look):
     assert look(out).dtype == f32
     assert type(out) is type(value)
     if not isinstance(value, (types.SimpleNamespace, PackedSequence)) or type(value) is Registered:
-        assert look(started(Echo(), "O1")(found)).dtype == f32  # a half output
+        assert look(started(Echo(), "O1")(cast)).dtype == f32  # a half output
 
 
 def test_what_is_not_cast_is_the_same_object():

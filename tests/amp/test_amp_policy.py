@@ -29,10 +29,10 @@ TABLE = {
 @pytest.mark.parametrize("level", TABLE)
 def test_defaults_of_each_level(level):
     p = make_policy(level)
-    opt_level, brief, *found = dataclasses.astuple(p)
+    opt_level, brief, *defaults = dataclasses.astuple(p)
     assert opt_level == level
     assert brief.endswith(".")
-    assert found == [*TABLE[level], None, False]
+    assert defaults == [*TABLE[level], None, False]
     with pytest.raises(dataclasses.FrozenInstanceError):
         p.loss_scale = 2.0
 
@@ -86,8 +86,8 @@ def test_an_override(name, value, casting, autocasting):
                 make_policy(level, **{name: value})
             continue
         policy = make_policy(level, **{name: value})
-        found = getattr(policy, name)
-        assert (level, found, type(found)) == (level, expected, type(expected))
+        option = getattr(policy, name)
+        assert (level, option, type(option)) == (level, expected, type(expected))
         assert policy.is_dynamic is (policy.loss_scale == "dynamic")
         assert policy.weights_type is (policy.cast_model_type or None)
         assert policy.autocast_type is (TABLE[level][2] if policy.patch_torch_functions else None)

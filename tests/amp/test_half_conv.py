@@ -281,9 +281,9 @@ def test_threads_compute_meanwhile():
 
     def compute():
         while not ended.is_set():
-            found = gradient()
-            if not (torch.equal(found, ours) or torch.equal(found, torchs)):
-                wrong.append(found)
+            computed = gradient()
+            if not (torch.equal(computed, ours) or torch.equal(computed, torchs)):
+                wrong.append(computed)
 
     threads = [threading.Thread(target=compute) for _ in range(2)]
     for thread in threads:

@@ -247,12 +247,12 @@ def allocations(call):
 
 def step(model, run, loss_of):
     """The loss, the gradients by name, and the largest tensor of a step that is not the first."""
-    found = []
+    losses = []
 
     def once():
         loss = loss_of(run(X.clone()))
         loss.backward()
-        found[:] = [loss.detach()]
+        losses[:] = [loss.detach()]
 
     for _ in range(2):
         model.zero_grad()
@@ -263,7 +263,7 @@ def step(model, run, loss_of):
         else p.grad
         for name, p in model.named_parameters()
     }
-    return found[0], gradients, max(sizes)
+    return losses[0], gradients, max(sizes)
 
 
 @functools.cache
@@ -299,11 +299,11 @@ def errors(found, expected):
 
 def check(level, loss, model, run, loss_of):
     expected, allowed = references(level, loss)
-    found = step(model, run, loss_of)
-    for name, error in errors(found, expected).items():
+    taken = step(model, run, loss_of)
+    for name, error in errors(taken, expected).items():
         assert error <= 1.25 * allowed[name] + 1e-6, (name, error, allowed[name])
     least = BATCH * (WORDS - 1) * CLASSES  # of shifted logits
-    assert found[2] < 4 * least, f"{found[2]} bytes in one tensor, for half logits of {2 * LOGITS}"
+    assert taken[2] < 4 * least, f"{taken[2]} bytes in one tensor, for half logits of {2 * LOGITS}"
 
 
 # Where autocast is compiled, outputs leave the graph in FP32.

@@ -238,37 +238,37 @@ def test_types_of_one_tensor(kind, wide, level):
         "float": (FLOAT, f32),
         "as given": (AS_GIVEN, given),
     }[kind]
-    found = types_of(functions, level, some(4, 4).to(given))
-    assert found == dict.fromkeys(functions, to)
+    types = types_of(functions, level, some(4, 4).to(given))
+    assert types == dict.fromkeys(functions, to)
 
 
 @levels
 @pytest.mark.parametrize(("x", "y"), [*itertools.product([False, True], repeat=2)])
 def test_mixed_tensors_meet_in_the_widest_type(x, y, level):
     types = [f32 if wide else LOW[level] for wide in (x, y)]
-    found = types_of(WIDEST, level, *(some(4, 4).to(dtype) for dtype in types))
-    assert found == dict.fromkeys(WIDEST, f32 if x or y else LOW[level])
+    result_types = types_of(WIDEST, level, *(some(4, 4).to(dtype) for dtype in types))
+    assert result_types == dict.fromkeys(WIDEST, f32 if x or y else LOW[level])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_layers_compute_what_they_do_in_float32(kind, packed, level):
-    model, x, found = kind(3, 4, num_layers=2), torch.randn(5, 2, 3), []
+    model, x, results = kind(3, 4, num_layers=2), torch.randn(5, 2, 3), []
     if packed:
         x = nn.utils.rnn.pack_sequence([torch.randn(5, 3), torch.randn(2, 3)])
     for _ in range(2):
         out, hidden = model(x)
         out = out.data if packed else out
         out.square().sum().backward()
-        found.append([out.detach(), *(p.grad for p in model.parameters())])
+        results.append([out.detach(), *(p.grad for p in model.parameters())])
         model.zero_grad()
         amp.initialize(model, opt_level=level, verbosity=0)
     weights = LOW.get(level, f32) if level not in AUTOCAST else f32
-    assert [t.dtype for t in found[1]] == [f32] + [weights] * (len(found[1]) - 1)
+    assert [t.dtype for t in results[1]] == [f32] + [weights] * (len(results[1]) - 1)
     assert level in AUTOCAST or {t.dtype for t in hidden} == {f32}
-    found = [[t.float() for t in each] for each in found]
-    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05)
+    results = [[t.float() for t in each] for each in results]
+    torch.testing.assert_close(results[1], results[0], rtol=0.05, atol=0.05)
 
 
 CUDNN = {"aten::cudnn_convolution", "aten::cudnn_convolution_transpose", "aten::_cudnn_rnn"}
@@ -310,8 +310,8 @@ def test_float64_and_types_that_are_given_stay():
         "float64": (lambda x: x.double().sum() + x.double().exp().sum(), f64),
         "LSTM": (lambda x: nn.LSTM(4, 3).double()(x.double())[0], f64),
     }
-    found = types_of({name: call for name, (call, _) in calls.items()}, "O1", some(4, 4).half())
-    assert found == {name: dtype for name, (_, dtype) in calls.items()}
+    types = types_of({name: call for name, (call, _) in calls.items()}, "O1", some(4, 4).half())
+    assert types == {name: dtype for name, (_, dtype) in calls.items()}
 
 
 def dispatch_tables():

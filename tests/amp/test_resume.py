@@ -64,10 +64,10 @@ def test_the_bits_of_an_uninterrupted_run(kind, level):
         for order in ORDERS if times[0] == times[1] else ORDERS[:1]:
             again = resume(Training(kind, seed=1), level, saved, times, order)
             assert again.steps(range(4, 7)) == losses, (times, order)
-            found = again.state()
+            resumed = again.state()
             if times[1] == "before initialize":  # when torch's class loaded what it knows
-                found["optimizer"]["step_history"] = expected["optimizer"]["step_history"]
-            assert_same(found, expected)
+                resumed["optimizer"]["step_history"] = expected["optimizer"]["step_history"]
+            assert_same(resumed, expected)
 
 
 def as_apex_saved(state):
@@ -207,9 +207,9 @@ class Wide(amp_training.Training):
 
     def state(self):
         """Without the step history, which DCP saves with `skip_spikes` only: see test_skips.py."""
-        found = super().state()
-        found["optimizer"].pop("step_history", None)
-        return found
+        states = super().state()
+        states["optimizer"].pop("step_history", None)
+        return states
 
     def __init__(self, kind, level, mode, seed=0):
         self.has_idle = kind not in GENERIC
@@ -231,9 +231,9 @@ class Wide(amp_training.Training):
     def resume(self, folder, **options):
         options = StateDictOptions(**options)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
-        found = {"model": model, "optimizer": optimizer}
-        dcp.load(found, checkpoint_id=folder, no_dist=True)
-        states = {"model_state_dict": found["model"], "optim_state_dict": found["optimizer"]}
+        loaded = {"model": model, "optimizer": optimizer}
+        dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+        states = {"model_state_dict": loaded["model"], "optim_state_dict": loaded["optimizer"]}
         set_state_dict(self.model, self.optimizer, **states, options=options)
 
 

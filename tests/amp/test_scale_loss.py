@@ -108,9 +108,9 @@ def test_what_is_given_is_returned(level):
         ((m, n), (sgd(m), sgd(n))),
         (m, []),
     ):
-        found = amp.initialize(*pair, opt_level=level, verbosity=0)
-        assert type(found) is tuple
-        assert [*map(id, found)] == [*map(id, pair)]
+        returned = amp.initialize(*pair, opt_level=level, verbosity=0)
+        assert type(returned) is tuple
+        assert [*map(id, returned)] == [*map(id, pair)]
 
 
 def test_disabled_changes_nothing():
@@ -905,7 +905,7 @@ def test_the_host_never_waits(level):
 @levels
 def test_gradient_penalties(level):
     """The code of docs/guide.md gives the gradients of FP32."""
-    found = []
+    gradients = []
     for at in (level, None):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -919,5 +919,5 @@ def test_gradient_penalties(level):
             loss.backward()
         else:
             amp_training.backward(loss, optimizer)
-        found.append([p.grad.float() for p in amp.master_params(optimizer)])
-    torch.testing.assert_close(*found, rtol=0.02, atol=0.03)
+        gradients.append([p.grad.float() for p in amp.master_params(optimizer)])
+    torch.testing.assert_close(*gradients, rtol=0.02, atol=0.03)

@@ -143,10 +143,10 @@ def test_an_overflow_belongs_to_the_pass_that_made_it(set_up, level, kind):
     for bad, zero in zip([None, *places], ways, strict=False):
         expected = expected_run(set_up, bad and bad[:2])
         for shared in (True, False):
-            found, scales = amp_run(set_up, bad, level, kind, zero, shared)
+            actual, scales = amp_run(set_up, bad, level, kind, zero, shared)
             where = (bad, zero, shared)
             hit = [bad is not None and (shared or bad[1] == i) for i in range(len(scales))]
             assert scales == [SCALE / 2 if one else SCALE for one in hit], where
             torch.testing.assert_close(
-                found, expected, rtol=tolerance, atol=tolerance, msg=lambda m, w=where: f"{w}: {m}"
+                actual, expected, rtol=tolerance, atol=tolerance, msg=lambda m, w=where: f"{w}: {m}"
             )

@@ -57,10 +57,10 @@ class OwnArguments(torch.optim.SGD):
 def signatures(optimizer):
     """Names, kinds and defaults of the parameters of the methods that are wrapped."""
     methods = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
-    found = {name: signature(getattr(type(optimizer), name)).parameters for name in methods}
+    by_method = {name: signature(getattr(type(optimizer), name)).parameters for name in methods}
     return {
         name: [(p.name, p.kind, p.default) for p in parameters.values()]
-        for name, parameters in found.items()
+        for name, parameters in by_method.items()
     }
 
 
@@ -321,7 +321,7 @@ def test_a_memory_format_after_initialize(name, level, split, when):
     """At once, between two passes, and after steps: the bits of the one that stays contiguous."""
     if split and (level not in WITH_MASTERS or name == "RMSprop"):
         pytest.skip("only half weights of fused optimizers are split")
-    found = []
+    snapshots = []
     for moved in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
@@ -343,8 +343,8 @@ def test_a_memory_format_after_initialize(name, level, split, when):
             optimizer.step()
             optimizer.zero_grad()
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last) == moved
-        found.append(snapshot(optimizer) | {"weight": model[0].weight.detach()})
-    assert_same_bits(*found)
+        snapshots.append(snapshot(optimizer) | {"weight": model[0].weight.detach()})
+    assert_same_bits(*snapshots)
 
 
 # --- optimizers that do not train the model -------------------------------------------------------
@@ -444,8 +444,8 @@ def test_masters_that_depend_on_the_environment_are_told(
     exact = training.weights()
     with caplog.at_level("INFO"):
         training.initialize(level)
-    found = [r.levelname for r in caplog.records if "WORLD_SIZE in the env" in r.getMessage()]
-    assert found == [told] * (told is not None)
+    levels = [r.levelname for r in caplog.records if "WORLD_SIZE in the env" in r.getMessage()]
+    assert levels == [told] * (told is not None)
     rounded = [weight.float() for weight in training.weights()]
     assert not torch.equal(rounded[0], exact[0])
     expected = exact if told is None else rounded

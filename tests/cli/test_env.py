@@ -26,15 +26,15 @@ def report(path: Path | str = "") -> dict[str, env.Facts]:
     command = [sys.executable, "-m", "ampfuse", "env"]
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stderr
-    found: dict[str, env.Facts] = {}
+    sections: dict[str, env.Facts] = {}
     for line in done.stdout.splitlines():
         assert line == line.rstrip()
         if not line.startswith("  "):
-            section = found[line] = {}
+            section = sections[line] = {}
         else:
             key, _, value = line[2:].partition("  ")
             section[key if value else ""] = value.strip() or key
-    return found
+    return sections
 
 
 @pytest.fixture(scope="module")

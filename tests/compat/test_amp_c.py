@@ -97,8 +97,8 @@ def test_l2norm(name, flag):
 @pytest.mark.parametrize(("value", "norm"), [(1e30, 2e30), (3e38, 3.4028235e38)])
 def test_squares_that_overflow_do_not_set_the_flag(value, norm, flag):
     """The second norm is the largest FP32 value: the elements are finite."""
-    found, _ = call("l2norm", flag, [[torch.full((4,), value)]], ())
-    torch.testing.assert_close(found, torch.tensor([norm]))
+    measured, _ = call("l2norm", flag, [[torch.full((4,), value)]], ())
+    torch.testing.assert_close(measured, torch.tensor([norm]))
     assert flag.item() == 0
 
 
@@ -198,11 +198,11 @@ def test_update_scale_hysteresis():
     """Against the rule, written as branches."""
     expected = [1024.0, 0, 2]
     tensors = torch.tensor([1024.0]), *torch.tensor([[0], [2]], dtype=torch.int32)
-    for found in (0, 0, 1, 0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0):
-        found_inf = torch.tensor([float(found)])
+    for overflows in (0, 0, 1, 0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0):
+        found_inf = torch.tensor([float(overflows)])
         result = amp_C.update_scale_hysteresis(*tensors, found_inf, 2.0, 0.5, 3, 2)
         scale, growth, hysteresis = expected
-        if found:
+        if overflows:
             growth, hysteresis = 0, hysteresis - 1
             scale *= 0.5 if hysteresis <= 0 else 1.0
         else:

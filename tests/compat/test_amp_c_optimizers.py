@@ -349,9 +349,9 @@ def test_chunks_and_neighbours_do_not_matter(name, device):
     lists, options = arguments(name, device)
     results = []
     for chunk in CHUNKS:
-        found = copies(lists)
-        call(name, flag(0, device), found, of_rows(options, [0, 1, 2, 3]), chunk)
-        results.append(found)
+        updated = copies(lists)
+        call(name, flag(0, device), updated, of_rows(options, [0, 1, 2, 3]), chunk)
+        results.append(updated)
     assert_unchanged(results[0], results[1])
     lists = [[*tensors, torch.zeros(0, device=device)] for tensors in lists]
     call(name, flag(0, device), lists, of_rows(options, [0, 1, 2, 3, 0]))

@@ -129,8 +129,8 @@ def test_arguments_by_position():
         model, optimizer, True, "O2", bf16, False, "False", True, "128.0", f16, 3, 0, 2.0, 4.0
     )
     options = {"cast_model_type": bf16, "keep_batchnorm_fp32": False, "master_weights": True}
-    found = state.opt_properties.options
-    assert found == found | options | {"opt_level": "O2", "loss_scale": 128.0}
+    options_set = state.opt_properties.options
+    assert options_set == options_set | options | {"opt_level": "O2", "loss_scale": 128.0}
     assert len(state.loss_scalers) == 3
     assert (state.verbosity, state.min_loss_scale, state.max_loss_scale) == (0, 2.0, 4.0)
     assert model(torch.rand(2, 4)).dtype == f16
@@ -361,9 +361,9 @@ def test_what_a_checked_pass_found_is_in_the_buffer():
     model, optimizer = start("O2", loss_scale="dynamic")
     (scaler,) = state.loss_scalers
     assert not scaler._has_overflow
-    for factor, found in ((INF, True), (1e-3, False)):
+    for factor, overflows in ((INF, True), (1e-3, False)):
         train(model, optimizer, factor)
-        assert scaler._has_overflow is found
+        assert scaler._has_overflow is overflows
     assert scaler.loss_scale() == 32768.0
     static, optimizer = start("O2", loss_scale=4.0)
     backward(static, optimizer, INF, delay_overflow_check=True)
@@ -427,9 +427,9 @@ def test_losses_that_are_parts_of_a_model(loss, targets, level):
     expected = model(x, *targets).item()
     amp.initialize(model, opt_level=level, verbosity=0)
     for copied in (model, copy.deepcopy(model)):
-        for found in (copied.loss(copied(x), *targets), copied(x, *targets)):
-            assert found.dtype == f32
-            assert found.item() == pytest.approx(expected, rel=5e-3)
+        for computed in (copied.loss(copied(x), *targets), copied(x, *targets)):
+            assert computed.dtype == f32
+            assert computed.item() == pytest.approx(expected, rel=5e-3)
     weights = [t for t in model.loss.state_dict().values() if t.is_floating_point()]
     assert all(t.dtype == f32 and torch.equal(t, CLASSES) for t in weights)
 

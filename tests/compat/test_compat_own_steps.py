@@ -62,8 +62,8 @@ def test_attributes_say_what_the_constructor_was_told(name):
         optimizer = kind(start(), lr=0.1, **chosen)
         for option in options:
             key, expected = attribute(option, (default | chosen)[option])
-            found = getattr(optimizer, key)
-            assert (key, found, type(found)) == (key, expected, type(expected))
+            value = getattr(optimizer, key)
+            assert (key, value, type(value)) == (key, expected, type(expected))
         flag = optimizer._dummy_overflow_buf
         assert (flag.dtype, flag.tolist()) == (torch.int32, [0])
         assert flag is optimizer._dummy_overflow_buf

@@ -32,7 +32,7 @@ def train_with_an_overflow():
     def copies(params):
         return [p.detach().float().clone() for p in params]
 
-    found = {"weights": [copies(model.parameters())], "masters": [], "scales": [], "skipped": []}
+    records = {"weights": [copies(model.parameters())], "masters": [], "scales": [], "skipped": []}
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + rank)
         loss = model(torch.rand(4, 4, generator=generator)).float().pow(2).mean()
@@ -42,11 +42,11 @@ def train_with_an_overflow():
             scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found["weights"].append(copies(model.parameters()))
-        found["masters"].append(copies(amp.master_params(optimizer)))
-        found["scales"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
-        found["skipped"].append(optimizer.last_step.skipped.item())
-    return found
+        records["weights"].append(copies(model.parameters()))
+        records["masters"].append(copies(amp.master_params(optimizer)))
+        records["scales"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+        records["skipped"].append(optimizer.last_step.skipped.item())
+    return records
 
 
 def gradients(**ddp):
@@ -58,7 +58,7 @@ def gradients(**ddp):
 
 
 def parallel_options():
-    found = {
+    values = {
         "mean": gradients(),
         "sum": gradients(gradient_average=False),
         "predivided": gradients(gradient_predivide_factor=2.0),
@@ -68,21 +68,21 @@ def parallel_options():
     p = nn.Parameter(torch.ones(1))
     p.grad = torch.full((1,), float(dist.get_rank()))
     apex.parallel.Reducer([p.grad]).reduce()
-    found["reducer"] = p.grad.item()
+    values["reducer"] = p.grad.item()
     module = nn.Linear(1, 1)
     module.weight.grad = torch.full((1, 1), float(dist.get_rank()))
     apex.parallel.Reducer(module).reduce()
-    found["reducer of a module"] = module.weight.grad.item()
+    values["reducer of a module"] = module.weight.grad.item()
     half = torch.full((2, 1), float(dist.get_rank() + 1), dtype=torch.half)
     several = [half, torch.full((3,), 4.0 + dist.get_rank()), half.clone()]
     flat_dist_call(several, dist.all_reduce)
-    found["averaged"] = [tensor.flatten().tolist() for tensor in several]
+    values["averaged"] = [tensor.flatten().tolist() for tensor in several]
     flat_dist_call([several[0], p.data.fill_(dist.get_rank())], dist.broadcast, (1,))
-    found["broadcast"] = p.item()
+    values["broadcast"] = p.item()
     group = apex.parallel.create_syncbn_process_group(1)
-    found["group"] = dist.get_world_size(group)
+    values["group"] = dist.get_world_size(group)
     assert apex.parallel.create_syncbn_process_group(0) is None
-    return found
+    return values
 
 
 # How many of six images the first process has; whether a ReLU and a residual are applied; more.
@@ -129,14 +129,14 @@ def sync_step(norm, case, dtype, rows=slice(None)):
 
 
 def sync_batch_norms():
-    found = {}
+    steps = {}
     for name, case in SYNC_CASES.items():
         for dtype in (torch.float32, torch.bfloat16):
             rows = [slice(0, case["first"]), slice(case["first"], None)][dist.get_rank()]
             options = {"fuse_relu": case["relu"], "channel_last": "channel_last" in case}
             norm = SyncBatchNorm(4, momentum=case.get("momentum", 0.1), **options)
-            found[f"{name} {dtype}"] = sync_step(norm, case, dtype, rows)
-    return found
+            steps[f"{name} {dtype}"] = sync_step(norm, case, dtype, rows)
+    return steps
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def results(tmp_path_factory):
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_both(results):
-    first, second = (found["train_with_an_overflow"] for found in results)
+    first, second = (rank["train_with_an_overflow"] for rank in results)
     assert first["skipped"] == second["skipped"] == [0, 1, 0, 0]
     assert first["scales"] == second["scales"] == [2.0**8, 2.0**7, 2.0**7, 2.0**7]
     for a, b in zip(
@@ -163,8 +163,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(results):
 
 
 def test_options_of_distributed_data_parallel(results):
-    for found in results:
-        assert found["parallel_options"] == {
+    for rank in results:
+        assert rank["parallel_options"] == {
             "mean": 1.5,
             "sum": 3.0,
             "predivided": 1.5,

@@ -29,8 +29,8 @@ CASES = {
 
 
 def final_loss(text):
-    (found,) = re.findall(r"^final loss: (\S+)$", text, re.MULTILINE)
-    return float(found)
+    (loss,) = re.findall(r"^final loss: (\S+)$", text, re.MULTILINE)
+    return float(loss)
 
 
 @pytest.fixture

@@ -552,15 +552,15 @@ def test_schedulers(on):
 @pytest.mark.parametrize("larc", [None, "within", "around"])
 def test_gradients_left_scaled_keep_their_scale(larc):
     """Gradients scaled by 64 are unscaled by 64, whatever the scale is by then."""
-    found = []
+    gradients = []
     for scale in (64.0, 16.0):
         model, optimizer = start(larc=larc, static_loss_scale=64.0)
         optimizer.backward(loss_of(model), update_master_grads=False)
         optimizer.loss_scale = scale
         optimizer.update_master_grads()
-        found.append(joined(grads(optimizer)))
-    assert found[0].any()
-    assert torch.equal(*found)
+        gradients.append(joined(grads(optimizer)))
+    assert gradients[0].any()
+    assert torch.equal(*gradients)
 
 
 # --- checkpoints --------------------------------------------------------------------------------

@@ -210,8 +210,8 @@ class Table(RuleBasedStateMachine):
         states=containers,
     )
     def collect(self, scale, unscales, half, groups, states):
-        found = attempt(self.table.plan.collect, scale, unscales, half, groups, states)
-        self.collected = found is not None
+        collected = attempt(self.table.plan.collect, scale, unscales, half, groups, states)
+        self.collected = collected is not None
 
     @rule(changed=st.booleans())
     def new_meter(self, changed):

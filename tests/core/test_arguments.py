@@ -213,9 +213,9 @@ def test_random_calls_under_the_address_sanitizer(tmp_path):
     }
     configure = ["cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja"]
     configure += [f"-D{name}={value}" for name, value in options.items()]
-    found = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for command in (configure, ["cmake", "--build", tmp_path]):
-        subprocess.run(command, check=True, env=found, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     (extension,) = tmp_path.glob("_C_*.so")
     # The sanitizer looks for the function that throws before torch has loaded it.
     runtime = [
@@ -223,9 +223,9 @@ def test_random_calls_under_the_address_sanitizer(tmp_path):
         for name in ("libasan.so", "libstdc++.so")
     ]
     # At its end Python frees little.
-    found |= {"LD_PRELOAD": " ".join(runtime), "ASAN_OPTIONS": "detect_leaks=0"}
+    environment |= {"LD_PRELOAD": " ".join(runtime), "ASAN_OPTIONS": "detect_leaks=0"}
     fuzz = [sys.executable, Path(__file__).with_name("table_fuzz.py"), extension, "30000"]
-    result = subprocess.run(fuzz, capture_output=True, text=True, env=found)
+    result = subprocess.run(fuzz, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     done, refused = map(int, result.stdout.split())
     assert done + refused >= 30_000

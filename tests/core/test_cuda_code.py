@@ -70,8 +70,8 @@ def build():
     if not {*ARCHS, "compute_75", "compute_80"} <= set(_core.C.cuda_archs()):
         pytest.skip('needs a build with AMPFUSE_CUDA=ON and AMPFUSE_CUDA_ARCHS="75;80"')
     major, minor = sys.version_info[:2]
-    (found,) = ROOT.glob(f"build/cp{major}{minor}-*")
-    return found
+    (folder,) = ROOT.glob(f"build/cp{major}{minor}-*")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +82,12 @@ def objects(build):
 @pytest.fixture(scope="module")
 def ptx(dump, objects):
     """{generation: {symbol: PTX of the kernel}}."""
-    found = {}
+    functions = {}
     for generation in ARCHS:
         texts = "".join(dump(file, "-ptx", "-arch", generation) for file in objects)
         parts = re.split(r"\.entry (\w+)\(", texts)
-        found[generation] = dict(zip(parts[1::2], parts[2::2], strict=True))
-    return found
+        functions[generation] = dict(zip(parts[1::2], parts[2::2], strict=True))
+    return functions
 
 
 @pytest.fixture(params=ARCHS)
@@ -98,10 +98,10 @@ def compiled(request, ptx):
 def hot_instance(compiled, symbol, encoded="0"):
     """The PTX of the instance that misses most lists."""
     missing = {}
-    for name, found in compiled.items():
+    for name, code in compiled.items():
         match = re.search(re.escape(symbol) + r"Lj(\d+)E(?:LNS_7EncodedE(\d)E)?", name)
         if match and (match[2] or "0") == encoded:
-            missing[int(match[1])] = found
+            missing[int(match[1])] = code
     assert missing, f"no kernel {symbol} among {sorted(compiled)}"
     return missing[max(missing)]
 
@@ -110,8 +110,8 @@ def assert_wide(code, read, written, accesses):
     """So many of each access a list, and none that could be anywhere."""
     for access, lists in (("ld", read), ("st", written)):
         for width, a_list in accesses.items():
-            found = re.findall(rf"\b{access}\.global\.{width}\.[ufb]32\b", code)
-            assert len(found) >= a_list * lists
+            places = re.findall(rf"\b{access}\.global\.{width}\.[ufb]32\b", code)
+            assert len(places) >= a_list * lists
     assert re.findall(r"\b(?:ld|st)\.v[24]\.\S+", code) == []
 
 
@@ -175,8 +175,8 @@ def test_sums_do_not_spill_over_rows(arch, dump, objects):
             name = function.partition("\n")[0]
             if not re.search(SUM, name):
                 continue
-            found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", function)
-            code = [(int(address, 16), instruction) for address, instruction in found]
+            instructions = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", function)
+            code = [(int(address, 16), instruction) for address, instruction in instructions]
             ticket = next(at for at, instruction in code if "ATOM" in instruction)
             spills = [at for at, instruction in code if re.search(r"\b(?:STL|LDL)\b", instruction)]
             jumps = [(at, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", each)) for at, each in code]

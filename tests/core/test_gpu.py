@@ -61,8 +61,8 @@ def test_steps_beside_a_competing_stream(device):
         return [{**everything(side[1]), "norms": side[3]} for side in sides]
 
     ours, competitor = [size, 7, size // 3], [CHUNK * i + 1 for i in range(1, rows + 1)]
-    found = run(ours, competitor)
-    for sizes, beside_another in zip((ours, competitor), found, strict=True):
+    together = run(ours, competitor)
+    for sizes, beside_another in zip((ours, competitor), together, strict=True):
         (expected,) = run(sizes)
         assert_same_bits(beside_another, expected)
 

@@ -58,8 +58,8 @@ def test_rule(overflows, scale, rule, device):
 @pytest.mark.parametrize("flags", [(0, 0, 0), (0, 1, 0), (1, 1, 1), (0,), (1,)])
 def test_one_verdict_for_several_optimizers(flags, share, device):
     scaler = Scaler(1024.0, device)
-    found = scaler.update(*flags, share=share)
-    assert found == ([float(any(flags))] * len(flags) if share else [float(f) for f in flags])
+    verdicts = scaler.update(*flags, share=share)
+    assert verdicts == ([float(any(flags))] * len(flags) if share else [float(f) for f in flags])
     assert scaler.scale == (512.0 if any(flags) else 1024.0)
     assert scaler.scale.dtype == f32
 

@@ -109,9 +109,9 @@ def test_ranks_decide_as_one(kind, clip, copies, device):
             assert norm == pytest.approx(wanted, rel=1e-6, nan_ok=True)
     for i, value in enumerate(whole):
         parts = [params[i] for params, _ in shares]
-        found = parts[0] if is_copy[i] else torch.cat(parts)
-        torch.testing.assert_close(found, value, rtol=2e-5, atol=2e-6)
-        assert not is_copy[i] or all(torch.equal(part, found) for part in parts)
+        merged = parts[0] if is_copy[i] else torch.cat(parts)
+        torch.testing.assert_close(merged, value, rtol=2e-5, atol=2e-6)
+        assert not is_copy[i] or all(torch.equal(part, merged) for part in parts)
     # LAMB has another for its updates; of a skipped step on a GPU too, as the host knows nothing.
     applied = STEPS - len(BAD)
     assert ranks.calls in ({STEPS} if kind != "lamb" else {STEPS + applied, 2 * STEPS})
@@ -124,7 +124,7 @@ def test_a_group_of_one_decides_as_nobody_else_does(kind, device, tmp_path):
     store = f"file://{tmp_path}/store"
     dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
     try:
-        found = []
+        snapshots = []
         for grouped in (False, True):
             params = [nn.Parameter(fractions(s, i).to(device)) for i, s in enumerate(SHAPES)]
             optimizer = MAKE[kind](params, max_grad_norm=0.5, skip_nonfinite=True)
@@ -133,7 +133,7 @@ def test_a_group_of_one_decides_as_nobody_else_does(kind, device, tmp_path):
             told = train(optimizer, params, lambda gradient, i: gradient.to(device))
             skipped, norms, _ = zip(*told, strict=True)
             assert skipped == tuple(step in BAD for step in range(STEPS))
-            found.append(everything(optimizer) | {"norms": torch.tensor(norms)})
-        assert_same_bits(*found)
+            snapshots.append(everything(optimizer) | {"norms": torch.tensor(norms)})
+        assert_same_bits(*snapshots)
     finally:
         dist.destroy_process_group()

@@ -78,18 +78,18 @@ def steps(name, sizes, device, count=4):
     ]
 
     def run():
-        found = {}
+        tensors = {}
         for step, row in enumerate(grads):
             for param, grad in zip(params, row, strict=True):
                 set_grad(param, grad)
             for i, optimizer in enumerate(optimizers):
                 optimizer.step()
-                found[f"{name} {i} norm {step}"] = optimizer.last_step.grad_norm
+                tensors[f"{name} {i} norm {step}"] = optimizer.last_step.grad_norm
                 clip = optimizer._rows.table.inspector.state_field("clip_coef").clone()
-                found[f"{name} {i} clip {step}"] = clip
+                tensors[f"{name} {i} clip {step}"] = clip
         for i, optimizer in enumerate(optimizers):
-            found |= {f"{name} {i} {key}": value for key, value in snapshot(optimizer).items()}
-        return found
+            tensors |= {f"{name} {i} {key}": value for key, value in snapshot(optimizer).items()}
+        return tensors
 
     return run
 
@@ -117,16 +117,16 @@ def functions_of_lists(device):
     grads, params = tensors(), tensors(1)
 
     def run():
-        found = {}
+        results = {}
         for name, lists in calls.items():
             _core.C.step(name, **lists, lr_tensor=None, loss_scale=None, found_inf=None)
             for key, value in lists.items():
                 for i, tensor in enumerate(tree_leaves(value) if key != "values" else ()):
-                    found[f"{name} {key} {i}"] = tensor
+                    results[f"{name} {key} {i}"] = tensor
         for clip in (False, True):
             _core.C.layerwise(grads, params, 0.1, None, 0.01, 0.02, 1e-8, clip)
-            found |= {f"layerwise {clip} {i}": t.clone() for i, t in enumerate(grads)}
-        return found
+            results |= {f"layerwise {clip} {i}": t.clone() for i, t in enumerate(grads)}
+        return results
 
     return run
 
@@ -143,7 +143,7 @@ def batch_norms(device):
 
     def run():
         norm = nn_ops()
-        found = {}
+        tensors = {}
         for i, (x, residual, dy, (weight, *running)) in enumerate(layers):
             running = [t.clone() for t in running]
             batches = torch.tensor(6, device=device)
@@ -154,8 +154,8 @@ def batch_norms(device):
             none = mask.new_empty(0)
             dx = norm.batch_norm_dx(g, none, x, mean, invstd, weight, sums, centered, count)
             results = (*running, batches, mean, invstd, y, mask, sums, centered, dweight, g, dx)
-            found |= {f"{i} {k}": t for k, t in enumerate(results)}
-        return found
+            tensors |= {f"{i} {k}": t for k, t in enumerate(results)}
+        return tensors
 
     return run
 
@@ -166,16 +166,16 @@ def scenario(threads=1, flush=False, device="cpu"):
     parts += [steps("adamw", [i % 5 for i in range(5000)], device, count=3)]
     parts += [steps(name, LARGE_TABLE, device, count=3) for name in ("adamw", "lamb")]
     parts += [functions_of_lists(device), batch_norms(device)]
-    found = {}
+    tensors = {}
     torch.set_num_threads(threads)
     torch.set_flush_denormal(flush)
     try:
         for i, part in enumerate(parts):
-            found |= {f"{i}: {key}": value for key, value in part().items()}
+            tensors |= {f"{i}: {key}": value for key, value in part().items()}
     finally:
         torch.set_flush_denormal(False)
         torch.set_num_threads(1)
-    return found
+    return tensors
 
 
 def digests(found):
@@ -206,9 +206,9 @@ NARROWER = bits.ISAS[_core.C.cpu_isa()][:-1]
 def test_instruction_sets(expected, isa):
     run = python(__file__, AMPFUSE_CPU_ISA=isa)
     assert run.returncode == 0, run.stderr
-    used, found = json.loads(run.stdout)
+    used, hashes = json.loads(run.stdout)
     assert used == isa
-    different = [key for key, digest in digests(expected).items() if found[key] != digest]
+    different = [key for key, digest in digests(expected).items() if hashes[key] != digest]
     assert not different, f"bits differ in {different}"
 
 
@@ -253,8 +253,8 @@ def test_a_step_depends_on_nothing_but_its_inputs():
             alone.grad = among.grad.clone()
             first.step()
             second.step()
-        found = first.state[alone]
-        assert_same_bits({"p": alone, **found}, {"p": among, **second.state[among]})
+        state = first.state[alone]
+        assert_same_bits({"p": alone, **state}, {"p": among, **second.state[among]})
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ OTHER_DEFAULTS = {("AdamW", "weight_decay"): 1e-2}
 def test_constructors_have_the_hyper_parameters_and_defaults_of_the_schema(cls):
     defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items()}
     keys = {hyper.key for hyper in ALGORITHMS[cls._algorithm].hypers}
-    found = {}
+    taken = {}
     for hyper in ALGORITHMS[cls._algorithm].hypers:
         if hyper.key in defaults:
             value = defaults[hyper.key]
-            found[hyper.key, hyper.name] = value if hyper.index is None else value[hyper.index]
+            taken[hyper.key, hyper.name] = value if hyper.index is None else value[hyper.index]
             expected = OTHER_DEFAULTS.get((cls.__name__, hyper.key), hyper.initial)
-            assert found[hyper.key, hyper.name] == expected
+            assert taken[hyper.key, hyper.name] == expected
     of_groups = {"bias_correction", "decoupled_weight_decay", "wd_after_momentum", None}
     assert keys - defaults.keys() <= of_groups
 

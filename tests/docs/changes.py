@@ -52,28 +52,28 @@ def record_calls(module, name):
 
 def process():
     """{name: object, or a list of such} of the process's global state."""
-    found = {}
+    contents = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated names that are looked at
         for name, module in list(sys.modules.items()):
             if _MODULES.fullmatch(name) and isinstance(module, types.ModuleType):
-                _look(found, name, module)
-    found["os.environ"] = sorted(os.environ.items())
-    found["signal.getsignal()"] = [signal.getsignal(n) for n in signal.valid_signals()]
-    found["warnings.filters"] = list(warnings.filters)
-    found["gc"] = [gc.isenabled(), gc.get_threshold()]
+                _look(contents, name, module)
+    contents["os.environ"] = sorted(os.environ.items())
+    contents["signal.getsignal()"] = [signal.getsignal(n) for n in signal.valid_signals()]
+    contents["warnings.filters"] = list(warnings.filters)
+    contents["gc"] = [gc.isenabled(), gc.get_threshold()]
     for call in _calls:
-        found[call] = [_calls.count(call)]
-    found["sys.modules"] = sorted(
+        contents[call] = [_calls.count(call)]
+    contents["sys.modules"] = sorted(
         name
         for name, module in list(sys.modules.items())
         if getattr(module, "__name__", "").startswith("ampfuse") and not name.startswith("ampfuse")
     )
-    found["torch.serialization.get_safe_globals()"] = sorted(
+    contents["torch.serialization.get_safe_globals()"] = sorted(
         map(str, torch.serialization.get_safe_globals())
     )
-    found["torch.compiler.config.cache_key_tag"] = torch.compiler.config.cache_key_tag
-    found["torch's flags"] = [
+    contents["torch.compiler.config.cache_key_tag"] = torch.compiler.config.cache_key_tag
+    contents["torch's flags"] = [
         torch.get_default_dtype(),
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
@@ -91,51 +91,51 @@ def process():
             for line in torch._C._dispatch_dump(name).splitlines():
                 is_rule = line.startswith("AutocastCPU")
                 place = "torch.autocast's rules for the CPU" if is_rule else name.partition(".")[0]
-                found[place] = found.get(place, "") + name + line
-    return found
+                contents[place] = contents.get(place, "") + name + line
+    return contents
 
 
-def _look(found, name, module):
+def _look(contents, name, module):
     for key, value in list(vars(module).items()):
         if not isinstance(value, types.ModuleType):
-            _note(found, f"{name}.{key}", value)
+            _note(contents, f"{name}.{key}", value)
         if isinstance(value, type) and value.__module__ == name:
             for attribute, inner in list(vars(value).items()):
-                _note(found, f"{name}.{key}.{attribute}", inner)
+                _note(contents, f"{name}.{key}.{attribute}", inner)
 
 
-def _note(found, name, value):
+def _note(contents, name, value):
     if _OWN.fullmatch(name):
         return
-    found[name] = value
+    contents[name] = value
     if isinstance(value, dict):
-        found[name + "[]"] = [(id(k), id(v)) for k, v in value.items()]
+        contents[name + "[]"] = [(id(k), id(v)) for k, v in value.items()]
     elif isinstance(value, (list, set)):
-        found[name + "[]"] = [id(each) for each in value]
+        contents[name + "[]"] = [id(each) for each in value]
 
 
 def objects(model, optimizer):
     """The same of a model and its optimizer, each name under its module, parameter or buffer."""
-    found = {}
+    parts = {}
 
     def look(key, kind, thing):
         attributes = {f"{kind}.__class__": type(thing)}
         for name, value in vars(thing).items():
             if name not in ("_parameters", "_buffers"):
                 _note(attributes, f"{kind}.{name}", value)
-        found.update({(key, name): value for name, value in attributes.items()})
+        parts.update({(key, name): value for name, value in attributes.items()})
 
     for key, module in model.named_modules():
         look(key, "model" if not key else "loss" if key == "loss" else "module", module)
         for name, buffer in module._buffers.items():
-            found[f"{key}.{name}", "buffer"] = buffer
+            parts[f"{key}.{name}", "buffer"] = buffer
     for key, parameter in model.named_parameters():
         look(key, "parameter", parameter)
-        found[key, "parameter"] = parameter
-        found[key, "parameter.data"] = [parameter.dtype, parameter.data_ptr()]
+        parts[key, "parameter"] = parameter
+        parts[key, "parameter.data"] = [parameter.dtype, parameter.data_ptr()]
     look("", "optimizer", optimizer)
-    found["params", "optimizer.param_groups"] = list(map(id, optimizer.param_groups[0]["params"]))
-    return found
+    parts["params", "optimizer.param_groups"] = list(map(id, optimizer.param_groups[0]["params"]))
+    return parts
 
 
 def changed(before, after):
@@ -206,12 +206,12 @@ def main():
     torchs_own()
     record_calls(os, "register_at_fork")
     record_calls(atexit, "register")
-    found = {}
+    changes = {}
     start = process()
     torchs_own()
-    found["nothing"] = changed(start, process())
+    changes["nothing"] = changed(start, process())
     import_all()
-    found["import"] = changed(start, process())
+    changes["import"] = changed(start, process())
 
     import ampfuse
     from ampfuse import amp
@@ -224,37 +224,37 @@ def main():
     before = process()
     with amp.scale_loss(model(*BATCH), optimizer) as scaled:
         scaled.backward()
-    found["amp.scale_loss"] = changed(before, process())
+    changes["amp.scale_loss"] = changed(before, process())
     amp.restore_torch()
     for level in ("O0", "O2", "O3", "O5", "O1", "O4"):
         model, optimizer = training()
         before = objects(model, optimizer)
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        found[f"objects {level}"] = changed(before, objects(model, optimizer))
+        changes[f"objects {level}"] = changed(before, objects(model, optimizer))
         with amp.scale_loss(model(*BATCH), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        found[f"amp.initialize {level}"] = changed(start, process())
+        changes[f"amp.initialize {level}"] = changed(start, process())
         amp.restore_torch()
     amp.cast_everywhere()
-    found["amp.cast_everywhere"] = changed(start, process())
+    changes["amp.cast_everywhere"] = changed(start, process())
     amp.restore_torch()
     amp.register_float_function(torch.fft, "fft")
     amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
-    found["amp.register_float_function"] = changed(start, process())
+    changes["amp.register_float_function"] = changed(start, process())
     amp.restore_torch()
     ampfuse.cpu_half_ops()
     _C.set_half_ops(True, every=True)
-    found["ampfuse.cpu_half_ops"] = changed(start, process())
+    changes["ampfuse.cpu_half_ops"] = changed(start, process())
     amp.restore_torch()
     apex.install()
-    found["apex.install"] = changed(start, process())
+    changes["apex.install"] = changed(start, process())
     apex.uninstall()
     apex.amp.init()
-    found["apex.amp.init"] = changed(start, process())
+    changes["apex.amp.init"] = changed(start, process())
     amp.restore_torch()
-    found["undone"] = changed(start, process())
-    json.dump(found, sys.stdout)
+    changes["undone"] = changed(start, process())
+    json.dump(changes, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -77,14 +77,14 @@ def test_tables_of_training_steps_are_those_of_the_csvs(report):
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/other_machines.md"])
 def test_pages_have_the_tables_of_the_csvs(report, page, tmp_path):
     """Wherever a comment names one: what report.py would write there."""
-    found, text = tmp_path / "page.md", (ROOT / page).read_text()
-    found.write_text(text)
+    copy, text = tmp_path / "page.md", (ROOT / page).read_text()
+    copy.write_text(text)
     named = {name.partition(",")[0] for name in re.findall(r"<!-- (\S+\.csv.*) -->", text)}
     for path in sorted(RESULTS.glob("*.csv")):
         if path.name in named:
-            report.fill(found, path)
+            report.fill(copy, path)
     assert named & {"nets_cpu.csv", "nets_xeon.csv"}
-    assert found.read_text() == text
+    assert copy.read_text() == text
 
 
 def row_of(case, variant, low, median, high):
@@ -288,13 +288,13 @@ def test_additions_cost_few_files(addition):
 )
 def test_few_files_name_what_was_added(identifier, folders, most):
     """In code: comments and docstrings may."""
-    found = []
+    files = []
     for file in (file for folder in folders for file in (ROOT / folder).rglob("*.*")):
         if file.suffix in (".h", ".cpp", ".cu", ".cuh", ".py"):
             comment = r"//[^\n]*" if file.suffix != ".py" else r'""".*?"""|#[^\n]*'
             if re.search(identifier, re.sub(comment, "", file.read_text(), flags=re.DOTALL)):
-                found.append(file)
-    assert 0 < len(found) <= most, found
+                files.append(file)
+    assert 0 < len(files) <= most, files
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,10 @@ SMALLER = {
 def blocks():
     for page in PAGES:
         text = page.read_text()
-        for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            code = found[1]
+        for block in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            code = block[1]
             if page.name not in ELSEWHERE and not any(part in code for part in ELSEWHERE):
-                line = text.count("\n", 0, found.start()) + 2
+                line = text.count("\n", 0, block.start()) + 2
                 marks = pytest.mark.gpu if "make_graphed_step" in code else ()
                 yield pytest.param(code, id=f"{page.name}:{line}", marks=marks)
 

@@ -210,11 +210,11 @@ def executed(name: str, folder: Path, kernel: object) -> dict:
     return NotebookClient(notebook, km=kernel, timeout=200).execute()
 
 
-def assert_figures(found: list[bytes], files: list[Path]) -> None:
+def assert_figures(images: list[bytes], files: list[Path]) -> None:
     """These files, in this order, none of them blank."""
     from matplotlib.image import imread
 
-    assert found == [file.read_bytes() for file in files]
+    assert images == [file.read_bytes() for file in files]
     for file in files:
         pixels = imread(file)
         assert pixels.shape[1] >= 1000
@@ -306,5 +306,5 @@ def test_what_a_notebook_shows(name, tmp_path, kernel):
     tables = "\n".join(shown(run, "text/markdown"))
     measured = re.findall(r"^\| measured here +\|.*?\| (\S+) +\| \w+ +\| \d+ ", tables, re.M)
     assert set(measured) == variants or name == "e2_levels"  # whose own table is HTML
-    found = [base64.b64decode(data) for data in shown(run, "image/png")]
-    assert_figures(found, [results / path for path in figures])
+    images = [base64.b64decode(data) for data in shown(run, "image/png")]
+    assert_figures(images, [results / path for path in figures])

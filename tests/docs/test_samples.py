@@ -17,8 +17,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 def sample(page, begins):
     """The block of output that begins so."""
     blocks = re.findall(r"^```text\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
-    (found,) = (block for block in blocks if block.startswith(begins))
-    return found.rstrip("\n")
+    (shown,) = (block for block in blocks if block.startswith(begins))
+    return shown.rstrip("\n")
 
 
 def masked(text):
@@ -140,7 +140,7 @@ def test_the_report_of_the_doctor(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(DOCTORED)
     arguments = ("doctor", "--warmup", "1", "--steps", "3", "train.py")
-    found, shown = python("-m", "ampfuse", *arguments).stdout, sample("insight.md", "train.py")
+    printed, shown = python("-m", "ampfuse", *arguments).stdout, sample("insight.md", "train.py")
     for begins in (
         *(
             "train.py: bound by",
@@ -152,7 +152,7 @@ def test_the_report_of_the_doctor(tmp_path, monkeypatch):
     ):
         lines = [
             next(masked(line) for line in text.strip().splitlines() if line.startswith(begins))
-            for text in (found, shown)
+            for text in (printed, shown)
         ]
         words = [line.split()[: 3 if begins.startswith("train") else None] for line in lines]
         assert words[0] == words[1]

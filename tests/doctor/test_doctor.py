@@ -62,12 +62,12 @@ def see(code, tmp_path, monkeypatch, steps=8):
     path = tmp_path / "train.py"
     path.write_text(HEAD + code)
     names = {"__name__": "__main__"}
-    with examine(warmup=2, steps=steps, stop=True, script="train.py") as found:
+    with examine(warmup=2, steps=steps, stop=True, script="train.py") as report:
         exec(compile(path.read_text(), str(path), "exec"), names)
-    assert found.problem is None
-    assert sum(share.ms for share in found.shares) == pytest.approx(found.step_ms)
-    assert min(share.ms for share in found.shares) >= 0
-    return found
+    assert report.problem is None
+    assert sum(share.ms for share in report.shares) == pytest.approx(report.step_ms)
+    assert min(share.ms for share in report.shares) >= 0
+    return report
 
 
 LESS = "less Python, fewer and larger operations"
@@ -90,19 +90,19 @@ def test_bottlenecks_on_programs_with_known_answers(
     code, kind, share, bottleneck, advice, tmp_path, monkeypatch
 ):
     for _ in range(4):  # another process may have had the core for longer than a step takes
-        found = see(code, tmp_path, monkeypatch)
-        gains = {one.kind: one.gain for one in found.advice}
+        report = see(code, tmp_path, monkeypatch)
+        gains = {one.kind: one.gain for one in report.advice}
         assert list(gains.values()) == sorted(gains.values(), reverse=True)
         advised = gains.get(advice, 0) > 1.2 if advice else not gains
-        if found.bottleneck == bottleneck and found.share_of(kind) > share and advised:
+        if report.bottleneck == bottleneck and report.share_of(kind) > share and advised:
             break
     else:
-        pytest.fail(str(found))
-    assert f"bound by {bottleneck}: " in str(found)
+        pytest.fail(str(report))
+    assert f"bound by {bottleneck}: " in str(report)
     if advice is None:  # in half already
-        assert [s.label[13:17] for s in found.shares if s.kind == "matrix"] == ["BF16"]
-        assert found.half_limit < 1.1
-        assert "No change that the doctor knows" in found.sentence
+        assert [s.label[13:17] for s in report.shares if s.kind == "matrix"] == ["BF16"]
+        assert report.half_limit < 1.1
+        assert "No change that the doctor knows" in report.sentence
 
 
 @pytest.mark.parametrize("call", ["step(closure)", "step(closure=closure)"])
@@ -118,8 +118,8 @@ def closure():
     return loss
 while True: assert optimizer.{call}.shape == ()
 """
-    found = see(code, tmp_path, monkeypatch)
-    assert found.share_of("python") > 0.5, str(found)
+    report = see(code, tmp_path, monkeypatch)
+    assert report.share_of("python") > 0.5, str(report)
 
 
 SYNCS = """
@@ -138,16 +138,16 @@ def test_lines_that_synchronize(kind, tmp_path, monkeypatch):
     code = SYNCS if kind == "eager" else SYNCS.replace("model.weight.sum()", "read()").replace(
         "for optimizer", "read = torch.compile(lambda: model.weight.sum(), backend='eager')\n"
         "for optimizer", 1)  # fmt: skip
-    found = see(code, tmp_path, monkeypatch, steps=1)
+    report = see(code, tmp_path, monkeypatch, steps=1)
     line = {text.strip(): n for n, text in enumerate((HEAD + code).splitlines(), 1)}
-    places = [re.search(r"train.py:(\d+): (.*)  \((\d) x (\w+)\)", w) for w in found.syncs]
+    places = [re.search(r"train.py:(\d+): (.*)  \((\d) x (\w+)\)", w) for w in report.syncs]
     assert all(line[one[2]] == int(one[1]) for one in places)
     assert {(int(one[3]), one[4]) for one in places} == {
         (1, "_local_scalar_dense"),
         (4, "_local_scalar_dense"),
         (1, "index"),
     }
-    assert "Lines that would synchronize with a GPU, in a step:" in str(found)
+    assert "Lines that would synchronize with a GPU, in a step:" in str(report)
 
 
 ATTENTION = """
@@ -170,9 +170,9 @@ def test_backends_of_attention_are_compared(more, tmp_path, monkeypatch):
 
     monkeypatch.setattr(report, "measure_attention", measure)
     for fastest in (3.0, 4.5):  # where some are slower than flash, it is not advised
-        found = see(ATTENTION.replace("MORE", more), tmp_path, monkeypatch, steps=1)
-        (advice,) = [one for one in found.advice if "attention" in one.kind] or [None]
-        assert "Attention of 2x2x24x8, FP32: flash computes it." in str(found)
+        examined = see(ATTENTION.replace("MORE", more), tmp_path, monkeypatch, steps=1)
+        (advice,) = [one for one in examined.advice if "attention" in one.kind] or [None]
+        assert "Attention of 2x2x24x8, FP32: flash computes it." in str(examined)
         assert (advice is not None) == (fastest == 3.0)
     for times in measured:
         assert set(times) == {"flash", "math"}
@@ -319,8 +319,8 @@ def train(steps):
     ],
 )
 def test_scripts_that_cannot_be_examined(code, status, said, command):
-    found, out, err = command("--warmup", 2, "--steps", 3, code=code)
-    assert found == status
+    exit_status, out, err = command("--warmup", 2, "--steps", 3, code=code)
+    assert exit_status == status
     (line,) = (line for line in err.splitlines() if line.startswith("ampfuse doctor: "))
     assert said in line
     assert "__main__ []" in out
@@ -407,12 +407,12 @@ def test_context_lets_training_and_random_numbers_be():
     weight = torch.ones(4, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     state = torch.get_rng_state()
-    with examine(warmup=1, steps=2) as found:
-        assert "nothing was measured yet" in str(found)
+    with examine(warmup=1, steps=2) as report:
+        assert "nothing was measured yet" in str(report)
         for _ in range(12):
             weight.grad = torch.ones(4)
             optimizer.step()
-    assert found.problem is None
+    assert report.problem is None
     torch.testing.assert_close(weight.detach(), torch.full((4,), 1 - 12 * 0.1))
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(ValueError, match="at least 1"), examine(steps=0):
@@ -440,10 +440,10 @@ def step_mark(end):
 
 def us(*records):
     """Microseconds a step, by kind."""
-    profile, found = Profile(records), {}
+    profile, times = Profile(records), {}
     for (kind, _), took in profile.times.items():
-        found[kind] = found.get(kind, 0.0) + took / len(profile.steps)
-    return {kind: round(took, 3) for kind, took in found.items() if took}
+        times[kind] = times.get(kind, 0.0) + took / len(profile.steps)
+    return {kind: round(took, 3) for kind, took in times.items() if took}
 
 
 HALF_INPUTS = {"Input type": ["c10::Half"] * 2, "Input Dims": [[8, 8]] * 2}
@@ -491,8 +491,8 @@ def test_kernels_tell_precision_and_units():
             step_mark(100),
         ]
     )
-    found = [(event.precision, event.units, event.kind) for event in profile.device]
-    assert found == [
+    events = [(event.precision, event.units, event.kind) for event in profile.device]
+    assert events == [
         ("FP16", "tensor cores", "matrix"),
         ("FP16", "no tensor cores", "matrix"),
         ("TF32", "tensor cores", "matrix"),

@@ -73,15 +73,15 @@ def train(level, run, optimizer, steps=4, device="cpu"):
 
 
 def everything(model, optimizer):
-    found = dict(model.state_dict())
+    tensors = dict(model.state_dict())
     for i, state in optimizer.state_dict()["state"].items():
-        found |= {f"{k} {i}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        tensors |= {f"{k} {i}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
     if getattr(optimizer, "_amp_session", None) is not None:
         scaler = amp.state_dict(optimizer=optimizer)["loss_scaler0"]
-        found |= {k: torch.tensor(float(v)) for k, v in scaler.items()}
+        tensors |= {k: torch.tensor(float(v)) for k, v in scaler.items()}
     if hasattr(optimizer, "last_step"):
-        found["skipped"] = optimizer.skipped_steps["nonfinite"]
-    return {name: value.detach().clone() for name, value in found.items()}
+        tensors["skipped"] = optimizer.skipped_steps["nonfinite"]
+    return {name: value.detach().clone() for name, value in tensors.items()}
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ def run_compiled(level, order, backend="aot_eager", mode=None, device="cpu", **o
             run.compile(**how)
         else:
             run.wide = torch.compile(run.wide, **how)
-    found = train(level, run, optimizer, device=device) | everything(model, optimizer)
-    return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
+    tensors = train(level, run, optimizer, device=device) | everything(model, optimizer)
+    return {name.replace("_orig_mod.", ""): value for name, value in tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -145,13 +145,13 @@ def test_inductor_trains_alike(level, order, mode, hardware):
     if mode is not None and hardware.type == "cpu":
         pytest.skip("CUDA graphs need a GPU")
     expected = run_compiled(level, ["initialize"], device=hardware)
-    found = run_compiled(level, order, "inductor", mode, hardware)
+    compiled = run_compiled(level, order, "inductor", mode, hardware)
     assert counters["stats"]["unique_graphs"] == 1
     for name in ("skipped", "loss_scale", "unskipped"):
-        assert found[name] == expected[name]
+        assert compiled[name] == expected[name]
     tolerance = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": 5e-3}.get(level, 4e-2)
     for i in range(OVERFLOW):  # later on Adam makes much of gradients that are next to nothing
-        loss = found[f"loss {i}"], expected[f"loss {i}"]
+        loss = compiled[f"loss {i}"], expected[f"loss {i}"]
         torch.testing.assert_close(*loss, rtol=tolerance, atol=tolerance)
 
 
@@ -215,7 +215,7 @@ OTHER_STEPS = [(None, optim.AdamW), ("O2", Plain), ("scaler", Plain)]
 )
 def test_a_compiled_step_of_training_leaves_amp_uncompiled(level, kind):
     """Only the uses of the model are compiled, and after two steps nothing is."""
-    found = []
+    results = []
     for compiled in (False, True):
         model, optimizer, scaler, step = whole_step(level, kind)
         if compiled:
@@ -225,19 +225,19 @@ def test_a_compiled_step_of_training_leaves_amp_uncompiled(level, kind):
         for i in range(4):
             losses[f"loss {i}"] = step(*batch(i), factor(level, i))
             graphs.append(counters["stats"]["unique_graphs"])
-        found.append(everything(model, optimizer) | {"losses": losses})
+        results.append(everything(model, optimizer) | {"losses": losses})
         if scaler is not None:
-            found[-1]["scale"] = torch.tensor(scaler.get_scale())
+            results[-1]["scale"] = torch.tensor(scaler.get_scale())
     # Uncompiled, the loss reads half logits: its last bit is not torch's.
-    torch.testing.assert_close(*(each.pop("losses") for each in found), rtol=1e-6, atol=0)
-    assert_same_bits(*found)
+    torch.testing.assert_close(*(each.pop("losses") for each in results), rtol=1e-6, atol=0)
+    assert_same_bits(*results)
     assert 2 <= graphs[1] == graphs[-1] <= 4
 
 
 @pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.slow)])
 def test_a_shape_that_comes_between_two_passes_compiles_too(level):
     """Dynamo looks at the gradients that there are then, and they stay as they are."""
-    found = []
+    results = []
     torch._dynamo.config.error_on_recompile = False
     for compiled in (False, True):
         model, optimizer = build()
@@ -248,13 +248,13 @@ def test_a_shape_that_comes_between_two_passes_compiles_too(level):
             with amp.scale_loss(F.cross_entropy(run(x[:rows]), y[:rows]), optimizer) as scaled:
                 scaled.backward()
         optimizer.step()
-        found.append(everything(model, optimizer))
-    assert_same_bits(*found)
+        results.append(everything(model, optimizer))
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.LAMB])
 def test_a_compiled_optimizer_step_is_the_step(kind):
-    found = []
+    results = []
     for compiled in (False, True):
         model, optimizer = build(kind)
         step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
@@ -263,8 +263,8 @@ def test_a_compiled_optimizer_step_is_the_step(kind):
             F.cross_entropy(model(x), y).backward()
             step()
             optimizer.zero_grad()
-        found.append(everything(model, optimizer))
-    assert_same_bits(*found)
+        results.append(everything(model, optimizer))
+    assert_same_bits(*results)
     assert not counters["stats"]
     torch._dynamo.reset()
     with pytest.raises(Exception, match="ampfuse does this in its extension"):
@@ -316,15 +316,15 @@ AFTER = {
 def same_compiled(function, x, fullgraph=True):
     """`function` and compiled give results of the same classes, types and bits."""
     expected = function(x)
-    found = torch.compile(function, backend="aot_eager", fullgraph=fullgraph)(x)
+    result = torch.compile(function, backend="aot_eager", fullgraph=fullgraph)(x)
     if not isinstance(expected, torch.Tensor):
-        assert type(found) is type(expected)
+        assert type(result) is type(expected)
     if isinstance(expected, dict):
-        assert list(found) == list(expected)
-    for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert list(result) == list(expected)
+    for a, b in zip(tree_leaves(result), tree_leaves(expected), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
-    return found
+    return result
 
 
 @pytest.mark.covers(1)

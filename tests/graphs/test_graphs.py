@@ -257,21 +257,21 @@ def one_cycle(optimizer):
 def everything(training):
     """All that training changes, by name."""
     optimizer = training.optimizer
-    found = {f"model {k}": v for k, v in training.model.named_parameters()}
-    found |= {f"buffer {k}": v for k, v in training.model.named_buffers()}
+    tensors = {f"model {k}": v for k, v in training.model.named_parameters()}
+    tensors |= {f"buffer {k}": v for k, v in training.model.named_buffers()}
     for i, state in optimizer.state_dict()["state"].items():
-        found |= {f"{k} {i}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        tensors |= {f"{k} {i}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
     fields = ("skip", "grad_norm", "clip_coef", "loss_scale", "last_bad_row")
     fields += ("last_bad_bits", "history", "found_inf", "sum_squares")
     for name in fields:
-        found[f"step {name}"] = optimizer.param_table().inspector.state_field(name)
+        tensors[f"step {name}"] = optimizer.param_table().inspector.state_field(name)
     if training.under_amp:
         scaler = amp.state_dict(optimizer=optimizer)["loss_scaler0"]
-        found |= {f"scaler {k}": torch.tensor(float(v)) for k, v in scaler.items()}
-    found["random numbers"] = torch.get_rng_state()
+        tensors |= {f"scaler {k}": torch.tensor(float(v)) for k, v in scaler.items()}
+    tensors["random numbers"] = torch.get_rng_state()
     if next(training.model.parameters()).is_cuda:
-        found["random numbers of the device"] = torch.cuda.get_rng_state()
-    return {name: value.detach().clone() for name, value in found.items()}
+        tensors["random numbers of the device"] = torch.cuda.get_rng_state()
+    return {name: value.detach().clone() for name, value in tensors.items()}
 
 
 def twins(name, device):
@@ -300,9 +300,9 @@ def assert_trains_alike(ours, train, twin, feed, schedulers=(None, None)):
     """`ours` by `train`, its captured step, and `twin` eagerly; returns all that came out."""
     feed = list(feed)
     expected = run(twin.eager, feed, schedulers[1]) | everything(twin)
-    found = run(train, feed, schedulers[0]) | everything(ours)
-    assert_same_bits(found, expected)
-    return found
+    tensors = run(train, feed, schedulers[0]) | everything(ours)
+    assert_same_bits(tensors, expected)
+    return tensors
 
 
 # --- the bits of eager training -------------------------------------------------------------------
@@ -316,8 +316,8 @@ def test_graphed_steps_train_like_eager_ones(name, scheduled, machine):
     ours, twin = twins(name, machine)
     step = ours.graphed(sample(machine))
     schedulers = [one_cycle(t.optimizer) if scheduled else None for t in (ours, twin)]
-    found = assert_trains_alike(ours, step, twin, batches(machine, bad=bad), schedulers)
-    _, nonfinite, spikes, *_ = found["step history"].tolist()
+    tensors = assert_trains_alike(ours, step, twin, batches(machine, bad=bad), schedulers)
+    _, nonfinite, spikes, *_ = tensors["step history"].tolist()
     assert nonfinite >= len(bad) if bad else nonfinite == 0
     assert (spikes > 3) == name.endswith("spikes")
 
@@ -412,9 +412,9 @@ def test_eager_steps_in_between(name, machine):
     ours, twin = twins(name, machine)
     schedulers = [one_cycle(training.optimizer) for training in (ours, twin)]
     step = ours.graphed(sample(machine))
-    found, expected = {}, {}
+    graphed, expected = {}, {}
     for i, batch in enumerate(batches(machine, bad=bad)):
-        for training, results in ((ours, found), (twin, expected)):
+        for training, results in ((ours, graphed), (twin, expected)):
             torch.manual_seed(i)
             if i % 5 == 2:
                 loss_fn(training.model(batch[0]), batch[1]).backward()  # dropped by the next step
@@ -422,7 +422,7 @@ def test_eager_steps_in_between(name, machine):
             results[f"loss {i}"] = train(*batch).clone()
         for scheduler in schedulers:
             scheduler.step()
-    assert_same_bits(found | everything(ours), expected | everything(twin))
+    assert_same_bits(graphed | everything(ours), expected | everything(twin))
 
 
 def test_a_rate_on_the_device(machine):
@@ -473,8 +473,8 @@ def test_edits_in_between_are_seen(name, edit, machine):
     """Of weights, states and scales; the graph goes on in the memory it knows."""
     ours, twin = twins(name, machine)
     step = ours.graphed(sample(machine))
-    found, expected = {}, {}
-    for training, train, results in ((ours, step, found), (twin, twin.eager, expected)):
+    graphed, expected = {}, {}
+    for training, train, results in ((ours, step, graphed), (twin, twin.eager, expected)):
         saved = state_dict(training)  # before the first step: SGD has no buffers then
         torch.manual_seed(5)
         for i, batch in enumerate(batches(machine, 20, ())):
@@ -484,7 +484,7 @@ def test_edits_in_between_are_seen(name, edit, machine):
             if i in (6, 13):
                 edit(training, saved)
         results |= everything(training)
-    assert_same_bits(found, expected)
+    assert_same_bits(graphed, expected)
 
 
 @pytest.mark.parametrize("name", ["O2", "adamw", "sgd", *COMPACT])
@@ -501,8 +501,8 @@ def test_a_checkpoint_of_graphed_steps_resumes_eagerly_and_graphed(name, machine
         resumed = TRAININGS[name](machine)
         train = resumed.graphed(sample(machine)) if graphed else resumed.eager
         load_everything(resumed, saved)
-        found = run(train, feed[10:]) | everything(resumed)
-        assert_same_bits(found, expected | {key: found[key] for key in history})
+        tensors = run(train, feed[10:]) | everything(resumed)
+        assert_same_bits(tensors, expected | {key: tensors[key] for key in history})
 
 
 def test_a_step_made_again_goes_on(machine):
@@ -514,8 +514,8 @@ def test_a_step_made_again_goes_on(machine):
         if i % 4 == 0:
             step = ours.graphed(sample(machine))
         assert torch.equal(step(*batch), expected[f"loss {i}"])
-    found = everything(ours)
-    assert_same_bits(found, {key: expected[key] for key in found})
+    tensors = everything(ours)
+    assert_same_bits(tensors, {key: expected[key] for key in tensors})
 
 
 @pytest.mark.parametrize("name", ["O0", "O2"])
@@ -711,10 +711,10 @@ def test_other_attention_in_the_capture_is_warned_of(captured, stand_in):
     model = Attends(["fused"] * 3 + [captured])
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     batch = (torch.randn(2, 4, 8), torch.randn(2, 32))
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         make_graphed_step(model, nn.functional.mse_loss, optimizer, batch)
-    said = [str(one.message) for one in found if "attention" in str(one.message)]
+    said = [str(one.message) for one in warned if "attention" in str(one.message)]
     assert len(said) == (captured == "math")
     text = "attention with no fused kernel, eager steps with 1 x ScaledDotProduct"
     assert all(text in one for one in said)
@@ -825,6 +825,6 @@ def test_the_graph_keeps_what_it_reads():
     expected = run(twin.eager, batches(device)) | everything(twin)
     torch.cuda.empty_cache()
     rubbish = [torch.full((1 << 20,), float("nan"), device=device) for _ in range(64)]
-    found = run(step, batches(device)) | everything(ours)
-    assert_same_bits(found, expected)
+    tensors = run(step, batches(device)) | everything(ours)
+    assert_same_bits(tensors, expected)
     assert all(bool(block.isnan().all()) for block in rubbish)

@@ -179,13 +179,13 @@ def test_suggestions_for_attention_help(written, level):
             model(x)
         return watch.explanation
 
-    found = watched()  # without a backward pass
-    assert found.operation == written
-    by = math.ceil(found.largest_result / 65504)
-    told = [words for words in SUGGESTIONS if words.format(by=by) in found.suggestion]
+    cause = watched()  # without a backward pass
+    assert cause.operation == written
+    by = math.ceil(cause.largest_result / 65504)
+    told = [words for words in SUGGESTIONS if words.format(by=by) in cause.suggestion]
     assert len(told) == (2 if written == "exp" else 3)
-    places = [found.suggestion.index(words.format(by=by)) for words in told]
-    assert max(places) < found.suggestion.index("BF16")
+    places = [cause.suggestion.index(words.format(by=by)) for words in told]
+    assert max(places) < cause.suggestion.index("BF16")
     for words in told:
         Attention.weights = staticmethod(functools.partial(SUGGESTIONS[words], by=by))
         assert watched() is None
@@ -197,48 +197,48 @@ def test_where_it_is_origin(name):
     phase = "forward" if name in FORWARD else "backward"
     x = value if isinstance(value, torch.Tensor) else ones(value)
     loss = half_mean if phase == "forward" else lambda y: y.float().sum()
-    found = explained(planted(function), x, loss)
-    assert (found.phase, found.module, found.module_type) == (phase, "1", "Op")
-    assert (found.operation, found.kind, found.dtype) == (operation, kind, torch.float16)
-    assert said in found.suggestion
-    assert "test_explain_overflow.py" in found.line
-    assert not found.is_harmless
+    cause = explained(planted(function), x, loss)
+    assert (cause.phase, cause.module, cause.module_type) == (phase, "1", "Op")
+    assert (cause.operation, cause.kind, cause.dtype) == (operation, kind, torch.float16)
+    assert said in cause.suggestion
+    assert "test_explain_overflow.py" in cause.line
+    assert not cause.is_harmless
     where = ", in" if phase == "forward" else " of"
     title = f"{kind} originated in the {phase} pass{where} {operation} of 1 (Op)."
-    assert str(found).startswith(title)
+    assert str(cause).startswith(title)
 
 
 def test_numbers_of_an_overflow():
     """exp(12) is 162754.8, 2.48 times the largest float16."""
-    found = explained(planted(torch.exp), ones(12))
-    assert found.shape == (2, 8)
-    assert found.largest_input == 12
-    assert found.largest_result == pytest.approx(math.exp(12))
-    assert "it would reach 1.628e+05, 2.48 times 65504" in str(found)
-    assert pickle.loads(pickle.dumps(found)) == found
+    cause = explained(planted(torch.exp), ones(12))
+    assert cause.shape == (2, 8)
+    assert cause.largest_input == 12
+    assert cause.largest_result == pytest.approx(math.exp(12))
+    assert "it would reach 1.628e+05, 2.48 times 65504" in str(cause)
+    assert pickle.loads(pickle.dumps(cause)) == cause
 
 
 def test_a_loss_outside_of_the_model():
-    found = explained(planted(lambda x: x), ones(300), lambda y: (y * y).sum())
-    assert (found.phase, found.module, found.operation) == ("forward", None, "mul")
-    assert "code outside of the model" in str(found)
-    assert "lambda y: (y * y).sum()" in found.line
-    found = explained(planted(lambda x: x), ones(300), lambda y: F.mse_loss(y, -y))
-    assert (found.module, found.operation) == (None, "mse_loss")
-    assert "Reduce in FP32" in found.suggestion
+    cause = explained(planted(lambda x: x), ones(300), lambda y: (y * y).sum())
+    assert (cause.phase, cause.module, cause.operation) == ("forward", None, "mul")
+    assert "code outside of the model" in str(cause)
+    assert "lambda y: (y * y).sum()" in cause.line
+    cause = explained(planted(lambda x: x), ones(300), lambda y: F.mse_loss(y, -y))
+    assert (cause.module, cause.operation) == (None, "mse_loss")
+    assert "Reduce in FP32" in cause.suggestion
 
 
 @pytest.mark.parametrize("kind", ["inf", "nan"])
 def test_data(kind):
     x = torch.ones(4, 8)
     x[2, 5] = float(kind)
-    found = explained(planted(lambda x: x), x, dtype=torch.float32)
-    assert (found.phase, found.kind) == ("data", kind)
-    assert "'input'" in found.tensor
-    assert "batch element 2" in found.tensor
-    assert "Check the data" in found.suggestion
-    found = explained(planted(lambda x: x), torch.ones(4, 8), lambda y: F.mse_loss(y, x))
-    assert (found.phase, found.tensor, found.module) == ("data", "an operand of mse_loss", None)
+    cause = explained(planted(lambda x: x), x, dtype=torch.float32)
+    assert (cause.phase, cause.kind) == ("data", kind)
+    assert "'input'" in cause.tensor
+    assert "batch element 2" in cause.tensor
+    assert "Check the data" in cause.suggestion
+    cause = explained(planted(lambda x: x), torch.ones(4, 8), lambda y: F.mse_loss(y, x))
+    assert (cause.phase, cause.tensor, cause.module) == ("data", "an operand of mse_loss", None)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -255,9 +255,9 @@ def test_weights_beyond_float16(level, value, kind):
         loss = model(torch.ones(3, 4)).square().mean()
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
-    found = watch.explanation
-    assert (found.phase, found.tensor, found.kind) == ("weights", "weight", kind)
-    assert "when amp.initialize cast it to float16" in found.suggestion
+    cause = watch.explanation
+    assert (cause.phase, cause.tensor, cause.kind) == ("weights", "weight", kind)
+    assert "when amp.initialize cast it to float16" in cause.suggestion
 
 
 def with_a_bad_weight():
@@ -289,18 +289,18 @@ def test_places_that_are_no_operation(make, x, lr, expected, said):
         model(x.half()).float().sum().backward()
         if lr:
             optimizer.step()
-    found = watch.explanation
-    assert (found.phase, found.module, found.tensor) == expected
-    assert said in found.suggestion
-    unseen = found.operation == "an operation that torch does not show"
-    assert unseen == (found.tensor == "output")
+    cause = watch.explanation
+    assert (cause.phase, cause.module, cause.tensor) == expected
+    assert said in cause.suggestion
+    unseen = cause.operation == "an operation that torch does not show"
+    assert unseen == (cause.tensor == "output")
 
 
 def test_float32_diverges():
-    found = explained(planted(lambda x: x * 1e30 * 1e30), ones(), dtype=torch.float32)
-    assert (found.dtype, found.operation) == (torch.float32, "mul")
-    assert found.largest_result == pytest.approx(1e60)
-    assert "lower the learning rate" in found.suggestion
+    cause = explained(planted(lambda x: x * 1e30 * 1e30), ones(), dtype=torch.float32)
+    assert (cause.dtype, cause.operation) == (torch.float32, "mul")
+    assert cause.largest_result == pytest.approx(1e60)
+    assert "lower the learning rate" in cause.suggestion
 
 
 def test_nothing_to_explain():
@@ -371,10 +371,10 @@ def test_a_dynamic_scale_that_adapts(kind):
     loop = Loop(mlp(), **LOOPS[kind])
     with amp.explain_overflow(loop.model) as watch:
         loop.step(*batch())
-    found = watch.explanation
-    assert found.phase == "backward"
-    assert (found.scale, found.dynamic, found.is_harmless) == (2.0**24, True, True)
-    assert found.suggestion.startswith("None needed: the dynamic loss scale of 16777216 is still")
+    cause = watch.explanation
+    assert cause.phase == "backward"
+    assert (cause.scale, cause.dynamic, cause.is_harmless) == (2.0**24, True, True)
+    assert cause.suggestion.startswith("None needed: the dynamic loss scale of 16777216 is still")
     skipped = 0
     for _ in range(20):
         with amp.explain_overflow(loop.model) as watch:
@@ -397,13 +397,13 @@ def test_a_static_scale_that_is_too_high(level):
                 loop.step(*batch())
         return watch.explanation
 
-    found = explained(2.0**24)
-    assert (found.phase, found.scale, found.dynamic) == ("backward", 2.0**24, False)
-    assert "static loss scale of 16777216 is too high" in found.suggestion
-    assert not found.is_harmless
+    cause = explained(2.0**24)
+    assert (cause.phase, cause.scale, cause.dynamic) == ("backward", 2.0**24, False)
+    assert "static loss scale of 16777216 is too high" in cause.suggestion
+    assert not cause.is_harmless
     # With the scale that it names there is no overflow in that place, with twice as much there is.
-    origin = (found.module, found.operation)
-    for scale, fits in ((found.fitting_scale, True), (2 * found.fitting_scale, False)):
+    origin = (cause.module, cause.operation)
+    for scale, fits in ((cause.fitting_scale, True), (2 * cause.fitting_scale, False)):
         again = explained(scale)
         assert (again is None or (again.module, again.operation) != origin) == fits
 
@@ -484,11 +484,11 @@ def test_armed(kind, caplog):
         loop.step(x, y)
         assert watch.explanation is not None
         loop.step(x, y)  # it is told once
-    found = watch.explanation
+    cause = watch.explanation
     told = [r.message for r in caplog.records if "in a row" in r.message]
-    assert told == [f"Skipped steps in a row: 3. {found}"]
-    assert found.phase == "forward"
-    assert (found.module, found.operation) == ("3", "linear")
+    assert told == [f"Skipped steps in a row: 3. {cause}"]
+    assert cause.phase == "forward"
+    assert (cause.module, cause.operation) == ("3", "linear")
     watch.remove()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in loop.model.modules())
     assert not loop.optimizer._optimizer_step_post_hooks
@@ -608,15 +608,15 @@ def explain_an_overflow():
             model(torch.full((2, 8), value, dtype=torch.half)).float().sum().backward()
             model.zero_grad()
         explanations.append(watch.explanation)
-    found, then = explanations
+    cause, then = explanations
     names = ("phase", "module", "operation")
-    return {name: getattr(found, name) for name in names} | {"text": str(found), "then": then}
+    return {name: getattr(cause, name) for name in names} | {"text": str(cause), "then": then}
 
 
 def test_one_rank_of_two(tmp_path):
     """Modules have the names that they have without DistributedDataParallel."""
-    found = in_two_processes(tmp_path, explain_an_overflow)
-    first, second = (each["explain_an_overflow"] for each in found)
+    by_rank = in_two_processes(tmp_path, explain_an_overflow)
+    first, second = (each["explain_an_overflow"] for each in by_rank)
     assert (second["phase"], second["module"], second["operation"]) == ("forward", "1", "exp")
     assert first["phase"] == "another process"
     assert "this process made none" in first["text"]

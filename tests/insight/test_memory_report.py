@@ -94,8 +94,8 @@ def test_options_of_the_optimizer_count(options, masters, states, average):
     optimizer = ampfuse.optim.AdamW(model.parameters(), **options)
     expected = {"weights": 2, "gradients": 2, "masters": masters, "states": states}
     expected["average"] = average
-    found = held(amp.memory_report(model, optimizer))
-    assert found == {kind: n * each for kind, each in expected.items() if each}
+    report = held(amp.memory_report(model, optimizer))
+    assert report == {kind: n * each for kind, each in expected.items() if each}
 
 
 def test_eight_bit_states_have_scales_and_small_ones_stay_fp32():

@@ -65,12 +65,12 @@ def by_a_loop(module, level, clip):
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
 def test_parts_are_cast_one_by_one_values_clipped_and_evaluation_follows(level):
     model, data = Parts(), DataLoader(BATCHES, batch_size=None)
-    found = trainer(level, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
-    (before,) = found.validate(model, data, verbose=False)
+    runner = trainer(level, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+    (before,) = runner.validate(model, data, verbose=False)
     assert model.encoder[0].weight.dtype == torch.float32  # without an optimizer: digits stay
-    found.fit(model, data, data)
-    logged = found.callback_metrics["loss"]
-    (after,) = found.validate(model, data, verbose=False)
+    runner.fit(model, data, data)
+    logged = runner.callback_metrics["loss"]
+    (after,) = runner.validate(model, data, verbose=False)
     assert after["loss"] == logged < before["loss"]
 
     def clip(optimizer):

@@ -60,16 +60,16 @@ class Run:
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_native_scaler_of_timm_drives_the_fused_step_and_resumes(clip):
     torchs, run, first, resumed = map(Run, ["sgd", *["ampfuse-sgd"] * 3])
-    expected, found = torchs.train(range(6), clip), run.train(range(6), clip)
-    assert expected[0].keys() == found[0].keys()
-    for a, b in zip(found[0].values(), expected[0].values(), strict=True):
+    expected, trained = torchs.train(range(6), clip), run.train(range(6), clip)
+    assert expected[0].keys() == trained[0].keys()
+    for a, b in zip(trained[0].values(), expected[0].values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    assert_same(found[2], expected[2])  # the scale
+    assert_same(trained[2], expected[2])  # the scale
     assert run.losses[-1] < run.losses[0]
     assert run.losses[4] == run.losses[3]  # the step in between was skipped
     for part, state in zip(resumed.parts, first.train(range(4), clip), strict=True):
         part.load_state_dict(copy.deepcopy(state))
-    assert_same(resumed.train(range(4, 6), clip), found)
+    assert_same(resumed.train(range(4, 6), clip), trained)
 
 
 def test_ampfuse_imports_none_of_them():

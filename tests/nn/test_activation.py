@@ -121,9 +121,9 @@ def test_images_as_they_lie(curve):
         assert y.is_contiguous(memory_format=torch.channels_last)
         expected = CURVES[curve](x) * (1.0 if other is None else other)
         torch.testing.assert_close(y, expected)
-        (found,) = torch.autograd.grad(y.sum(), x)
-        assert found.is_contiguous(memory_format=torch.channels_last)
-        torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), x)[0])
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        assert gradient.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), x)[0])
 
 
 @of_every_curve

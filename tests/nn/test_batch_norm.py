@@ -87,19 +87,19 @@ def test_results_are_those_of_float64(dtype, channels, device):
     ):
         shape = (image[0], channels, *image[1:])
         case = Case(shape, dtype, device, residual, relu, training).avoid_ties()
-        found = case.run(nn_ops().batch_norm_act)
-        assert found["y"].is_contiguous(memory_format=torch.channels_last)
-        assert_near(found, case.run(composed, f64), dtype, 64)
-        assert_same_bits(found, case.run(nn_ops().batch_norm_act, held=False))
+        results = case.run(nn_ops().batch_norm_act)
+        assert results["y"].is_contiguous(memory_format=torch.channels_last)
+        assert_near(results, case.run(composed, f64), dtype, 64)
+        assert_same_bits(results, case.run(nn_ops().batch_norm_act, held=False))
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
 def test_errors_are_not_above_those_of_torchs_operations(dtype):
     case = Case((4, 24, 24, 24), dtype).avoid_ties()
     exact = case.run(composed, f64)
-    found, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
+    fused, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
     for name, value in exact.items():
-        ours, theirs = ((r[name].double() - value).square().mean() for r in (found, torchs))
+        ours, theirs = ((r[name].double() - value).square().mean() for r in (fused, torchs))
         assert ours <= 1.05 * theirs + 1e-14, name
 
 
@@ -119,16 +119,16 @@ def test_a_large_mean_does_not_cancel(device):
 def test_inf_and_nan_go_where_torch_lets_them_go(bad, where, device):
     case = Case((2, 3, 20, 20), f32, device)
     case.tensors["x"].permute(0, 2, 3, 1).reshape(-1, 3)[where, 1] = bad
-    found, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
+    fused, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
     for name, value in torchs.items():
-        assert torch.equal(found[name].isfinite(), value.isfinite()), name
+        assert torch.equal(fused[name].isfinite(), value.isfinite()), name
         if (name, device.type) != ("mean", "cuda"):  # there torch makes NaN of an infinite mean
-            assert torch.equal(found[name].isnan(), value.isnan()), name
+            assert torch.equal(fused[name].isnan(), value.isnan()), name
     case = Case((2, 3, 4, 4), f32, device, training=False)
     case.tensors["x"][1, 2, 0, 0] = bad
-    found, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
+    fused, torchs = case.run(nn_ops().batch_norm_act), case.run(composed)
     for name, value in torchs.items():
-        assert torch.equal(found[name].isnan(), value.isnan()), name
+        assert torch.equal(fused[name].isnan(), value.isnan()), name
 
 
 @pytest.mark.parametrize("name", ["x", "residual", "dy"])
@@ -162,10 +162,10 @@ def test_what_has_no_kernel_is_torchs(change):
     case = Case(NCHW, f32)
     case.tensors = change(case.tensors)
     case.running = [t.to(case.tensors["weight"].dtype) for t in case.running]
-    expected, found = case.run(composed), case.run(nn_ops().batch_norm_act)
+    expected, results = case.run(composed), case.run(nn_ops().batch_norm_act)
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
+        assert results[name].dtype == value.dtype, name
+        assert torch.equal(results[name], value), name
 
 
 def test_there_is_no_second_derivative():

@@ -46,13 +46,13 @@ def images(dtype=f32, seed=0, device="cpu"):
 
 def step(call, norm, inputs):
     """Output, gradients and statistics of two calls of `norm`."""
-    found = []
+    tensors = []
     for _ in range(2):
         out = call(norm, *inputs)
         factors = torch.linspace(-1, 1, out.numel(), device=out.device)
         (out * factors.view(out.shape)).sum().backward()
-        found += [out.detach(), *(b.clone() for b in norm.buffers())]
-    return found + [t.grad for t in (*inputs, *norm.parameters())]
+        tensors += [out.detach(), *(b.clone() for b in norm.buffers())]
+    return tensors + [t.grad for t in (*inputs, *norm.parameters())]
 
 
 def assert_close(found, expected, dtype):

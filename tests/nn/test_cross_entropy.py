@@ -107,8 +107,8 @@ def test_extremes(dtype):
     torch.testing.assert_close(loss[known].double(), expected[known], rtol=1e-6, atol=1e-6)
     assert not loss[~known].isfinite().any()
     finite = gradient.isfinite().all(1) & gradient.sum(1).isfinite()
-    found, rtol = logits.grad[finite].double(), max(torch.finfo(dtype).eps, 2e-6)
-    torch.testing.assert_close(found, gradient[finite], rtol=rtol, atol=1e-6)
+    computed, rtol = logits.grad[finite].double(), max(torch.finfo(dtype).eps, 2e-6)
+    torch.testing.assert_close(computed, gradient[finite], rtol=rtol, atol=1e-6)
     assert logits.grad[1:2].isfinite().all()
     assert logits.grad[9].isnan().all()
 
@@ -162,19 +162,19 @@ def passed_on(view=False):
 
 @pytest.mark.parametrize("view", [False, True])
 def test_the_gradient_is_written_over_logits_that_nobody_holds(view):
-    found = []
+    gradients = []
     target = targets_of(8, 300)
     for held in (False, True):
         x, logits = passed_on(view=view)
         memory, before = logits.data_ptr(), logits.detach().clone()
-        logits.register_hook(found.append)
+        logits.register_hook(gradients.append)
         loss = cross_entropy(logits, target)
         kept = logits if held else None
         del logits
         loss.backward()
         expected = exact(before, target)[1].bfloat16()
         torch.testing.assert_close(x.grad, expected)
-        assert (found.pop().data_ptr() == memory) is not held
+        assert (gradients.pop().data_ptr() == memory) is not held
         if held:
             assert torch.equal(kept, before)
 

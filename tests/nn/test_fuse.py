@@ -32,11 +32,11 @@ def run(model, inputs, make_output=lambda model, inputs: model(*inputs)):
     out = make_output(model.train(), inputs)
     factors = torch.linspace(0, 1, out.numel(), dtype=out.dtype, device=out.device)
     (out.sin() * factors.view(out.shape)).sum().backward()
-    found = [out.detach(), *(x.grad for x in inputs), *(p.grad for p in model.parameters())]
+    tensors = [out.detach(), *(x.grad for x in inputs), *(p.grad for p in model.parameters())]
     with torch.no_grad():
         evaluated = make_output(model.eval(), inputs)
     model.train()
-    return [*found, *(b.clone() for b in model.buffers()), evaluated]
+    return [*tensors, *(b.clone() for b in model.buffers()), evaluated]
 
 
 def assert_same(found, expected, tolerance):

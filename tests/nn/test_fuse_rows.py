@@ -553,15 +553,15 @@ def test_models_of_libraries(name):
     plain, expected = copy.deepcopy(model), model(x)
     report = fuse(model)
     assert not report.left, report
-    found = Counter(report.fused.values())
+    counted = Counter(report.fused.values())
     alone = norms - with_add
     counts = {"alone": alone, "with add": with_add, f"with {beside_acts}": acts}
     counts |= zip(("with split", "as a product"), others or (0, 0), strict=True)
-    assert found == Counter(counts), report
+    assert counted == Counter(counts), report
     for op, count in (("norm", norms), ("activation", acts)):
-        found, passed = passes(model, x, op=op)
+        counted, passed = passes(model, x, op=op)
         assert passed == count
-    torch.testing.assert_close(pick(found), pick(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pick(counted), pick(expected), rtol=1e-4, atol=1e-4)
     assert adds(plain, x)[1] - adds(model, x)[1] >= with_add
     pick(model.train()(x)).float().square().mean().backward()
     for name in report.fused:

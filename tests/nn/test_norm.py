@@ -124,9 +124,9 @@ def test_no_rows_at_all_and_types_that_are_torchs(norm):
         y, total = ADD_NORMS[norm](x, x, x.shape[-1], weight)
         expected = TORCHS[norm](2 * x, [x.shape[-1]], weight)
         torch.testing.assert_close(y, expected)
-        found = torch.autograd.grad(y.square().sum() + total.sum(), inputs)
+        gradients = torch.autograd.grad(y.square().sum() + total.sum(), inputs)
         right = torch.autograd.grad(expected.square().sum() + (2 * x).sum(), inputs)
-        torch.testing.assert_close(found, right)
+        torch.testing.assert_close(gradients, right)
 
 
 def test_several_dimensions_and_views():

@@ -89,7 +89,7 @@ def test_a_gradient_that_others_hold_stays_as_it_is(name):
     for first, all_results in itertools.product((0, 2), (False, True)):
         for i, tensor in enumerate(inputs):
             tensor.requires_grad_(i >= first)
-        found, held = [], []
+        gradients, held = [], []
         for hold in (False, True):
             y, *others = OPERATORS[name](*inputs)
             if hold:
@@ -97,9 +97,9 @@ def test_a_gradient_that_others_hold_stays_as_it_is(name):
             total = (y * factors).sum()
             if all_results:
                 total = total + sum(other.sin().sum() for other in others)
-            found.append(torch.autograd.grad(total, inputs[first:]))
+            gradients.append(torch.autograd.grad(total, inputs[first:]))
         assert torch.equal(held[0], factors)
-        assert all(map(torch.equal, *found))
+        assert all(map(torch.equal, *gradients))
     given = factors.clone()
     OPERATORS[name](*inputs)[0].backward(given)
     assert torch.equal(given, factors)
@@ -109,13 +109,13 @@ def test_a_gradient_that_others_hold_stays_as_it_is(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_any_number_of_threads_gives_the_same_bits(name, dtype):
     inputs = [t.requires_grad_() for t in inputs_of(name, 700, 1500, dtype, of_columns=f32)]
-    found = []
+    by_threads = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         results = OPERATORS[name](*inputs)
         factors = [result.detach() for result in results]
-        found.append([*results, *torch.autograd.grad(results, inputs, factors)])
-    assert all(map(torch.equal, *found))
+        by_threads.append([*results, *torch.autograd.grad(results, inputs, factors)])
+    assert all(map(torch.equal, *by_threads))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -158,11 +158,11 @@ def test_a_split_gives_views_whose_gradient_is_copied_once():
         assert part.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
     gradients = [torch.randn(2, 5, 4, 6).transpose(1, 2) for _ in parts]  # as attention gives them
     with profile(profile_memory=True) as profiled:
-        (found,) = torch.autograd.grad(parts, packed, gradients)
+        (whole,) = torch.autograd.grad(parts, packed, gradients)
     rows = torch.stack([gradient.transpose(1, 2) for gradient in gradients], 2)
-    assert torch.equal(found, rows.flatten(2))
+    assert torch.equal(whole, rows.flatten(2))
     assert (
-        sum(max(e.self_cpu_memory_usage, 0) for e in profiled.key_averages()) == 4 * found.numel()
+        sum(max(e.self_cpu_memory_usage, 0) for e in profiled.key_averages()) == 4 * whole.numel()
     )
     exact = packed.detach()[:, :2].double().requires_grad_()
     assert torch.autograd.gradgradcheck(lambda x: [p.sin() for p in split_qkv(x, 4)], exact)

@@ -109,13 +109,13 @@ def test_memory_of_a_network_and_equal_steps(hardware):
 def test_second_passes():
     block, x = Block(4).to(memory_format=torch.channels_last), image(2, 4, 5, 5)
 
-    found = []
+    results = []
     for recomputed in (False, True):
         with recompute(recomputed):
             loss = block(x).square().sum()
             (first,) = torch.autograd.grad(loss, x, retain_graph=True)
-            found.append([first, *torch.autograd.grad(loss, block.conv1.weight)])
-    torch.testing.assert_close(*found)
+            results.append([first, *torch.autograd.grad(loss, block.conv1.weight)])
+    torch.testing.assert_close(*results)
 
 
 def test_an_edited_input_is_an_error_as_ever():
@@ -140,5 +140,5 @@ def test_a_compiled_model_goes_through():
             return block(x).square().mean()
 
     expected = torch.autograd.grad(loss(x), x)
-    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(x), x)
-    torch.testing.assert_close(found, expected)
+    gradients = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(x), x)
+    torch.testing.assert_close(gradients, expected)

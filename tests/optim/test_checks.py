@@ -386,9 +386,9 @@ def damages(optimizer):
 @pytest.mark.parametrize(("kind", "how"), [(kind, how) for kind in KINDS for how in ways_of(kind)])
 def test_damaged_states(kind, how):
     optimizer = trained(kind, how)
-    found = list(damages(optimizer))
-    assert len(found) >= 5
-    for damaged, message in found:
+    damaged_states = list(damages(optimizer))
+    assert len(damaged_states) >= 5
+    for damaged, message in damaged_states:
         with refused(optimizer, message):
             optimizer.load_state_dict(damaged)
     fresh = trained(kind, how, 0)

@@ -125,7 +125,7 @@ def test_the_rule_under_amp(inner, clip, level):
 @pytest.mark.parametrize("inner", ["SGD", "AdamW", "RMSprop"])
 def test_before_and_after_initialize_are_the_same(inner, level):
     """With schedules, overflows and a checkpoint in between, bit by bit."""
-    found = []
+    snapshots = []
     for when in ("before", "after"):
         larc, masters, one_pass = amp_run(inner, level, when, loss_scale="dynamic")
         schedule = torch.optim.lr_scheduler.StepLR(larc, 1, gamma=0.9)
@@ -144,8 +144,8 @@ def test_before_and_after_initialize_are_the_same(inner, level):
         larc.load_state_dict(saved)
         one_pass()
         larc.step()
-        found.append(snapshot(larc))
-    assert_same_bits(found[0], found[1])
+        snapshots.append(snapshot(larc))
+    assert_same_bits(snapshots[0], snapshots[1])
 
 
 class _Failing(torch.optim.SGD):

@@ -248,11 +248,11 @@ class Map:
 
     def rounded(self, values):
         """A tensor as a conversion leaves it."""
-        found = torch.from_numpy(self.decode(*self.encode(blocks_of(values), steps=False)))
+        decoded = torch.from_numpy(self.decode(*self.encode(blocks_of(values), steps=False)))
         order = in_memory(values)
         return (
             torch.empty_like(order)
-            .copy_(found.flatten()[: values.numel()].view(order.shape))
+            .copy_(decoded.flatten()[: values.numel()].view(order.shape))
             .as_strided(values.shape, values.stride())
         )
 
@@ -298,8 +298,8 @@ def test_codes_are_those_of_the_map(name, coded, device):
                     continue
                 blocks, n = blocks_of(value), param.numel()
                 codes, scales = Map(key).encode(blocks)
-                found = blocks_of(state[key + suffix])
-                assert np.array_equal(found.flat[:n], codes.flat[:n]), (step, i, key)
+                stored = blocks_of(state[key + suffix])
+                assert np.array_equal(stored.flat[:n], codes.flat[:n]), (step, i, key)
                 assert np.array_equal(state[f"{key}_scale"].cpu().numpy(), scales), (step, i, key)
                 decoded = Map(key).decode(codes, scales).flat[:n]
                 assert np.array_equal(blocks_of(means[i][key]).flat[:n], decoded), (step, i, key)
@@ -365,8 +365,8 @@ def rounded_at_random(what, seed, device, rows=400):
             param.grad = grad.to(param)
         optimizer = optim.SGD(params, lr=1e-3, momentum=momentum, **options)
         optimizer.step()
-        found = [optimizer.state[p]["momentum_buffer"] if momentum else p.detach() for p in params]
-        yield torch.stack(found)
+        drawn = [optimizer.state[p]["momentum_buffer"] if momentum else p.detach() for p in params]
+        yield torch.stack(drawn)
 
 
 @pytest.mark.parametrize("what", ["weights", "states"])
@@ -569,22 +569,22 @@ def test_every_mode_loads_every_other(source, target):
     other.load_state_dict(saved)
     other.param_table()
     other.ensure_bound()
-    found, exact = (each.torch_state_dict()["state"] for each in (other, optimizer))
+    states, exact = (each.torch_state_dict()["state"] for each in (other, optimizer))
     for i, param in enumerate(params):
-        assert found[i]["step"] == exact[i]["step"] == 3
+        assert states[i]["step"] == exact[i]["step"] == 3
         for name in names:
             expected = exact[i][name]
             if target[0] == "bf16":
                 expected = expected.to(bf16).float()
             if target[0] in CODED and target[0] != source[0] and param.numel() >= 4096:
                 expected = Map(name).rounded(expected)
-            assert torch.equal(found[i][name], expected)
+            assert torch.equal(states[i][name], expected)
         master = exact[i].get("master_param", param.detach().float())
         if target[1] == "split" and param.dtype == f16:
             near_zero = (master * 2**39).round() / 2**39
             master = torch.where(master.abs() < 2**-16, near_zero, master)
-        assert ("master_param" in found[i]) == bool(target[1] and param.dtype != f32)
-        assert torch.equal(found[i].get("master_param", master), master)
+        assert ("master_param" in states[i]) == bool(target[1] and param.dtype != f32)
+        assert torch.equal(states[i].get("master_param", master), master)
     train(other, [3])
     train(optimizer, [3])
     for a, b in zip(others, params, strict=True):

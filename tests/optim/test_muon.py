@@ -77,13 +77,13 @@ def test_orthogonalized_is_as_near_to_float64_as_torchs(shape, kind, dtype):
     wanted = in_float64(matrix, polynomials_of(JORDAN, 5))
     # With rank one, rounding errors are orthogonalized too.
     factor = 2 if kind == "rank one" else 1.5
-    found = orthogonalized(batch, polynomials_of(JORDAN, 5), 1e-7, 0.5, dtype)
-    assert found.dtype == dtype
-    assert found.shape == (2, *shape)
-    for each in found:
+    result = orthogonalized(batch, polynomials_of(JORDAN, 5), 1e-7, 0.5, dtype)
+    assert result.dtype == dtype
+    assert result.shape == (2, *shape)
+    for each in result:
         assert distance(2 * each.to(f64), wanted) <= factor * distance(torchs(matrix), wanted)
     if dtype == f32:
-        assert distance(2 * found[0].to(f64), wanted) < 1e-3
+        assert distance(2 * result[0].to(f64), wanted) < 1e-3
 
 
 @given(
@@ -99,10 +99,10 @@ def test_orthogonalized_of_any_shape_and_size(rows, columns, exponent, dtype, st
     matrix = matrix / matrix.abs().max() * 10.0**exponent if matrix.numel() else matrix
     polynomials = polynomials_of(polynomial, steps)
     assert len(polynomials) == steps
-    found = orthogonalized(
+    result = orthogonalized(
         matrix[None].to(f32 if dtype == f32 else bf16, copy=True), polynomials, 0.0, dtype=dtype
     )
-    assert found.isfinite().all()
+    assert result.isfinite().all()
     if matrix.numel():
         # How far off torch's way is on this matrix. A nearly singular one amplifies each rounding,
         # and may come out well by chance: multiples of the matrix are rounded otherwise.
@@ -112,7 +112,7 @@ def test_orthogonalized_of_any_shape_and_size(rows, columns, exponent, dtype, st
             distance(in_products_of(like, factor * unit, polynomials, 0.0), exact)
             for factor in (1.0, 0.9, 0.8, 0.7, 0.6, 1.1, 1.3, 1.7)
         ]
-        assert distance(found[0], exact) < 4 * max(torchs_errors) + 1e-4
+        assert distance(result[0], exact) < 4 * max(torchs_errors) + 1e-4
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -298,17 +298,17 @@ def test_convolutions_are_one_matrix_in_any_memory_format():
     flat = stepped(weight.flatten(1), gradient.flatten(1)).view_as(weight)
     assert same_bits(stepped(weight, gradient), flat)
     channels_last = weight.to(memory_format=torch.channels_last)
-    found = stepped(channels_last, gradient)
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    assert distance(found - weight, flat - weight) < 0.02
+    result = stepped(channels_last, gradient)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    assert distance(result - weight, flat - weight) < 0.02
     one = stepped(weight.flatten(2), gradient.flatten(2), flatten=True)
     assert same_bits(one, flat.flatten(2))
 
 
 def test_experts_are_a_batch():
     weight, gradient = torch.randn(2, 4, 24, 36)
-    found = stepped(weight, gradient)
-    for expert, one, grad in zip(found, weight, gradient, strict=True):
+    result = stepped(weight, gradient)
+    for expert, one, grad in zip(result, weight, gradient, strict=True):
         assert distance(expert - one, stepped(one, grad) - one) < 0.01
 
 
@@ -320,8 +320,8 @@ def test_fused_projections_are_split(split):
         stepped(one, grad)
         for one, grad in zip(weight.split(sizes), gradient.split(sizes), strict=True)
     ]
-    found = stepped(weight, gradient, split=split)
-    assert distance(found - weight, torch.cat(apart) - weight) < 0.01
+    result = stepped(weight, gradient, split=split)
+    assert distance(result - weight, torch.cat(apart) - weight) < 0.01
     turned = stepped(weight.T.contiguous(), gradient.T.contiguous(), split=split, transposed=True)
     assert distance(turned.T - weight, torch.cat(apart) - weight) < 0.02
 
@@ -560,12 +560,12 @@ HEADS = {
 @pytest.mark.parametrize("case", HEADS)
 def test_the_head_ends_in_the_vocabulary_or_is_the_last(case):
     model, wanted = HEADS[case]
-    found = placed(optim.muon_groups(model))
-    heads = {name for name, (_, why) in found.items() if why.startswith("the head")}
+    places = placed(optim.muon_groups(model))
+    heads = {name for name, (_, why) in places.items() if why.startswith("the head")}
     assert heads == {f"{name}.weight" for name in wanted}
-    assert found.keys() == {name for name, _ in model.named_parameters()}
-    tables = {name for name, (_, why) in found.items() if why == "an embedding"}
-    assert {name for name, (g, _) in found.items() if g["algorithm"] == "adamw"} == heads | tables
+    assert places.keys() == {name for name, _ in model.named_parameters()}
+    tables = {name for name, (_, why) in places.items() if why == "an embedding"}
+    assert {name for name, (g, _) in places.items() if g["algorithm"] == "adamw"} == heads | tables
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -594,8 +594,8 @@ def test_models_of_transformers(name, end):
     transformers = pytest.importorskip("transformers")
     kind = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     config = getattr(transformers, f"{name}Config")(**CONFIGS[name])
-    found = placed(optim.muon_groups(getattr(transformers, f"{name}{kind}")(config)))
-    ((group, why),) = (found[param] for param in found if param.endswith(end))
+    places = placed(optim.muon_groups(getattr(transformers, f"{name}{kind}")(config)))
+    ((group, why),) = (places[param] for param in places if param.endswith(end))
     seen = {key: group[key] for key in ("split", "transposed") if key in group}
     assert (seen if group["algorithm"] == "muon" else None) == OF_TRANSFORMERS[name, end], why
 

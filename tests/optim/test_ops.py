@@ -127,17 +127,17 @@ def test_found_inf_is_set_by_a_bad_value_in_any_place(device, dtype, bad, place)
     one = torch.ones((), device=device)
 
     def flags(x):
-        found = torch.zeros(7, device=device).unbind()
+        found_infs = torch.zeros(7, device=device).unbind()
         for _ in range(2):
-            ops.scale(x, out, 2.0, found[0])
-            ops.unscale(x, out, one, found[1])
-            ops.axpby(x, tensors, out, 2.0, 1.0, found[2])
-            ops.axpby(tensors, x, out, 2.0, 1.0, found[3])
-            ops.axpby(x, tensors, out, 2.0, 1.0, found[4], check=0)
-            ops.axpby(tensors, x, out, 2.0, 1.0, found[5], check=1)
-            ops.axpby(x, tensors, out, 2.0, 1.0, found[6], check=1)
+            ops.scale(x, out, 2.0, found_infs[0])
+            ops.unscale(x, out, one, found_infs[1])
+            ops.axpby(x, tensors, out, 2.0, 1.0, found_infs[2])
+            ops.axpby(tensors, x, out, 2.0, 1.0, found_infs[3])
+            ops.axpby(x, tensors, out, 2.0, 1.0, found_infs[4], check=0)
+            ops.axpby(tensors, x, out, 2.0, 1.0, found_infs[5], check=1)
+            ops.axpby(x, tensors, out, 2.0, 1.0, found_infs[6], check=1)
             x = tensors
-        return [float(flag) for flag in found]
+        return [float(flag) for flag in found_infs]
 
     assert flags(tensors) == [0] * 7
     assert flags(spoilt) == [1, 1, 1, 1, 1, 1, 0]

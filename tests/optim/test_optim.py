@@ -394,14 +394,14 @@ def test_lamb_without_eps(size):
     torch.manual_seed(size)
     start, grad = torch.randn(size), torch.randn(size)
     grad[size // 2 + 1 :: 3] = 0
-    found = []
+    weights = []
     for eps in (0.0, 1e-30):
         param = start.clone().requires_grad_()
         param.grad = grad
         optim.LAMB([param], lr=1e-2, eps=eps, weight_decay=0.1).step()
-        found.append(param.detach())
-    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
-    assert not torch.equal(found[0], start)
+        weights.append(param.detach())
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=0)
+    assert not torch.equal(weights[0], start)
 
 
 # --- torch's own GradScaler ----------------------------------------------------------------------

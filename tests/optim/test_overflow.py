@@ -108,12 +108,12 @@ def test_a_bad_value_skips_the_step(options, device):
 @pytest.mark.parametrize("name", KINDS)
 def test_looking_for_bad_values_changes_no_bit(name, device):
     held = params(bf16, device)
-    found = []
+    snapshots = []
     for skip in (False, None):
         optimizer = make(name, copy.deepcopy(held), master_weights=True, skip_nonfinite=skip)
         train(optimizer, range(3))
-        found.append(snapshot(optimizer))
-    assert_same_bits(*found)
+        snapshots.append(snapshot(optimizer))
+    assert_same_bits(*snapshots)
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def test_bf16_1e20_is_no_overflow_and_clips_right(name, device):
     assert float(optimizer.last_step.grad_norm) == pytest.approx(norm, rel=1e-6)
     for param, grad, p in zip(held, grads, start, strict=True):
         exact = rule.step(p, grad.to(f64) * coefficient, {})
-        found = optimizer.state[param]["master_param"].cpu().to(f64)
-        torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
+        master = optimizer.state[param]["master_param"].cpu().to(f64)
+        torch.testing.assert_close(master, exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("magnitude", [1e-44, 1e-38, 1e-25, 1e-7, 1e18, 1e25, 1e36])

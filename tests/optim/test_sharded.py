@@ -52,10 +52,10 @@ def of_two(tmp_path_factory):
 @pytest.mark.parametrize("size", [ONE, 2, FOUR])
 def test_shards_go_the_way_of_whole_parameters(size, tmp_path, request):
     if size == 2:
-        found, _ = request.getfixturevalue("of_two")
+        errors_by_rank, _ = request.getfixturevalue("of_two")
     else:
-        found = run(size, tmp_path, *(CASES + OF_SEVERAL if size > 1 else CASES))
-    for rank, errors in enumerate(found):
+        errors_by_rank = run(size, tmp_path, *(CASES + OF_SEVERAL if size > 1 else CASES))
+    for rank, errors in enumerate(errors_by_rank):
         for case, error in errors.items():
             assert error is None, f"{case}, rank {rank} of {size}: {error}"
 

@@ -50,22 +50,22 @@ def step(optimizer, i, scale=1.0):
 
 def expected(norms, deviations):
     """The decisions, and the last mean and variance."""
-    found, logs, mean, variance = [], 0, 0.0, 0.0
+    decisions, logs, mean, variance = [], 0, 0.0, 0.0
     for norm in norms:
         if not math.isfinite(norm):
-            found.append(1)
+            decisions.append(1)
         elif norm == 0:
-            found.append(0)
+            decisions.append(0)
         elif logs >= 100 and math.log(norm) > mean + deviations * max(0.1, math.sqrt(variance)):
-            found.append(2)
+            decisions.append(2)
         else:
-            found.append(0)
+            decisions.append(0)
             logs += 1
             weight = max(1 / logs, 0.01)
             off = math.log(norm) - mean
             mean += weight * off
             variance = (1 - weight) * (variance + weight * off**2)
-    return found, mean, variance
+    return decisions, mean, variance
 
 
 @pytest.mark.parametrize(("spread", "deviations"), [(0.3, 3.0), (0.01, 6.0), (1.0, 1.0)])
@@ -78,20 +78,20 @@ def test_spikes_are_found_by_the_exponential_mean_of_log_norms(spread, deviation
     norms[171] = math.nan
     param = nn.Parameter(torch.zeros(1, device=device))
     optimizer = optim.SGD([param], lr=1e-9, skip_spikes=deviations)
-    found = []
+    decisions = []
     for norm in norms.tolist():
         param.grad = torch.full_like(param, norm)
         optimizer.step()
-        found.append(int(optimizer.last_step.skipped))
+        decisions.append(int(optimizer.last_step.skipped))
     decided, mean, variance = expected(norms.tolist(), deviations)
-    assert found == decided
-    assert found[100:].count(2) >= 4
-    assert found[20] == 0
+    assert decisions == decided
+    assert decisions[100:].count(2) >= 4
+    assert decisions[20] == 0
     history = history_of(optimizer)
-    assert (history.steps, history.nonfinite, history.spike) == (300, 3, found.count(2))
+    assert (history.steps, history.nonfinite, history.spike) == (300, 3, decisions.count(2))
     assert history.log_mean == pytest.approx(mean, rel=1e-8)
     assert history.log_variance == pytest.approx(variance, rel=1e-6)
-    assert history.norms == 300 - 2 - 3 - found.count(2)
+    assert history.norms == 300 - 2 - 3 - decisions.count(2)
 
 
 def test_without_the_option_norms_are_not_followed(device):
@@ -166,7 +166,7 @@ def loss_on_digits(kind, seed, bad, **options):
         optimizer = optim.Muon(optim.muon_groups(model), lr=0.02, **options)
     else:
         optimizer = optim.AdamW(model.parameters(), lr=3e-3, **options)
-    found = []
+    losses = []
     for i in range(400):
         chosen = torch.randint(len(inputs), (64,))
         if bad.get(i, 1.0) is None:
@@ -177,8 +177,8 @@ def loss_on_digits(kind, seed, bad, **options):
         optimizer.step()
         if i >= 360:
             with torch.no_grad():
-                found.append(nn.functional.cross_entropy(model(inputs), targets).item())
-    return sum(found) / len(found), optimizer
+                losses.append(nn.functional.cross_entropy(model(inputs), targets).item())
+    return sum(losses) / len(losses), optimizer
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Muon"])
@@ -245,13 +245,13 @@ def test_a_resumed_run_decides_alike(way, used):
     with torch.no_grad():
         for param, source in zip(params_of(other), held, strict=True):
             param.copy_(source)
-    found = []
+    results = []
     for one in (optimizer, other):
         reasons = [step(one, i, s) for i, s in enumerate((1, 1, 30, 1, math.nan, 1, 300), 3)]
         assert reasons == [0, 0, 2, 0, 1, 0, 2]
-        found.append((snapshot(one), history_of(one)))
-    assert_same_bits(found[1][0], found[0][0])
-    assert repr(found[0][1]) == repr(found[1][1])
+        results.append((snapshot(one), history_of(one)))
+    assert_same_bits(results[1][0], results[0][0])
+    assert repr(results[0][1]) == repr(results[1][1])
     assert {k: int(v) for k, v in other.skipped_steps.items()} == {"nonfinite": 5, "spike": 3}
 
 

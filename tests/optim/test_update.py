@@ -67,7 +67,7 @@ class Run:
 
     def errors(self):
         """The largest errors of parameters and of each state: ours and torch's."""
-        found = {}
+        largest = {}
         for i, exact in enumerate(self.exact):
             theirs = self.torch_params[i]
             triples = {"param": (self.stepped(i), theirs, exact)}
@@ -76,12 +76,12 @@ class Run:
                     mine = self.ours.state[self.params[i]][key]
                     triples[key] = mine, self.torch.state[theirs][key], value
             for key, (mine, other, right) in triples.items():
-                ours, torchs = found.get(key, (0.0, 0.0))
-                found[key] = (
+                ours, torchs = largest.get(key, (0.0, 0.0))
+                largest[key] = (
                     max(ours, largest_error(mine, right)),
                     max(torchs, largest_error(other, right)),
                 )
-        return found
+        return largest
 
     def check(self):
         for key, (ours, torchs) in self.errors().items():

@@ -213,10 +213,10 @@ def test_layers_script(main, here, tmp_path):
 def test_steps_of_the_host(main, here, tmp_path):
     path = tmp_path / "host.csv"
     main("step", "--host", "--quick", "--repeats", 2, "--only", "fp16", "--csv", path)
-    found = {(row["case"], row["variant"]) for row in records(path)}
+    measured = {(row["case"], row["variant"]) for row in records(path)}
     variants = ["ampfuse", "torch fused", "torch foreach"]
     cases = [f"quick-adamw-2000x1-fp16-{kind}" for kind in ("same", "new")]
-    assert found == {(case, variant) for case in cases for variant in variants}
+    assert measured == {(case, variant) for case in cases for variant in variants}
     main("report", path)
 
 
@@ -237,7 +237,7 @@ def test_every_variant_of_a_network_takes_the_same_step(load, traced, network):
     """Its first loss and the update are those of FP32, as far as BF16 goes."""
     pytest.importorskip("transformers" if network != "resnet18" else "torchvision")
     nets = load("nets")
-    found = {}
+    losses_of = {}
     options = SimpleNamespace(host=False, device=CPU, parts=True, no_compile=False)
     variants = {
         name: variant
@@ -252,10 +252,10 @@ def test_every_variant_of_a_network_takes_the_same_step(load, traced, network):
         for _ in range(3):
             losses.append(step.loss(step.x, step.y).item())
             step()
-        found[name] = torch.tensor(losses)
-    assert not torch.allclose(found["FP32"][2], found["FP32"][0], rtol=0.01)
-    for name, losses in found.items():
-        expected = found["O5, clipped" if "clipp" in name else "FP32"]
+        losses_of[name] = torch.tensor(losses)
+    assert not torch.allclose(losses_of["FP32"][2], losses_of["FP32"][0], rtol=0.01)
+    for name, losses in losses_of.items():
+        expected = losses_of["O5, clipped" if "clipp" in name else "FP32"]
         torch.testing.assert_close(losses, expected, rtol=0.01, atol=0, msg=name)
 
 

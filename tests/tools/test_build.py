@@ -81,11 +81,11 @@ def test_finds_the_torch_that_runs_these_tests_through_the_isolation_of_pip(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     assert probe.find_torch([[sys.executable]]) is None
-    found = probe.find_torch()
-    assert found.python == [sys.executable, "-I"]
-    assert found.version == torch.__version__
-    assert found.cuda == torch.version.cuda
-    assert Path(found.include_dir, "ATen", "ATen.h").exists()
+    installed = probe.find_torch()
+    assert installed.python == [sys.executable, "-I"]
+    assert installed.version == torch.__version__
+    assert installed.cuda == torch.version.cuda
+    assert Path(installed.include_dir, "ATen", "ATen.h").exists()
 
 
 def test_a_folder_named_torch_is_no_torch(probe, monkeypatch, tmp_path):
@@ -107,9 +107,9 @@ def test_looks_in_the_active_environment_last(probe, tmp_path):
 
 @pytest.mark.parametrize("version", ["2.11.0+cu128", "2.12.1", "2.13.0+cpu", "2.15.0a0+git1234567"])
 def test_supported_torch(probe, version):
-    found = a_torch(probe, version)
-    assert probe.require_torch(found) is found
-    assert probe.untested(found) is None
+    installed = a_torch(probe, version)
+    assert probe.require_torch(installed) is installed
+    assert probe.untested(installed) is None
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "1.13.1", "2.1.2", "2.2.0a0+nv24.1", None])
@@ -206,18 +206,18 @@ def test_a_free_threaded_python_is_refused(probe, backend, refused, monkeypatch)
 @pytest.mark.parametrize("cuda", ["13.0", "13.2"])
 @pytest.mark.parametrize("mode", ["AUTO", "ON", "OFF"])
 def test_cuda_13_without_nvcc_takes_the_compiler_from_pypi(probe, cuda, mode):
-    found, here = a_torch(probe, cuda=cuda), probe.Nvcc("/usr/local/cuda/bin/nvcc", "12.8")
+    installed, here = a_torch(probe, cuda=cuda), probe.Nvcc("/usr/local/cuda/bin/nvcc", "12.8")
     needed = [f"cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]=={cuda}.*"] if mode != "OFF" else []
-    assert probe.nvcc_requirements(found, mode, None) == needed
-    assert probe.nvcc_requirements(found, mode, here) == []
+    assert probe.nvcc_requirements(installed, mode, None) == needed
+    assert probe.nvcc_requirements(installed, mode, here) == []
 
 
 @pytest.mark.parametrize(("version", "cuda"), [("2.13.0+cpu", None), ("2.11.0+cu128", "12.8")])
 def test_no_way_to_compile(probe, refused, version, cuda):
-    found = a_torch(probe, version, cuda)
-    assert probe.nvcc_requirements(found, "AUTO", None) == []  # builds for the CPU
+    installed = a_torch(probe, version, cuda)
+    assert probe.nvcc_requirements(installed, "AUTO", None) == []  # builds for the CPU
     said = "AMPFUSE_CUDA=ON, but no nvcc.*install the CUDA toolkit"
-    refused(said, probe.nvcc_requirements, found, "ON", None)
+    refused(said, probe.nvcc_requirements, installed, "ON", None)
 
 
 def test_nvcc_is_taken_by_name_before_by_place(probe, tmp_path):
@@ -227,8 +227,8 @@ def test_nvcc_is_taken_by_name_before_by_place(probe, tmp_path):
     pypi = a_shell_script(tmp_path / "site" / "nvidia" / "cu13" / "bin" / "nvcc", "echo")
     environment = {"CUDACXX": str(named), "CUDA_HOME": str(tmp_path / "home")}
     environment["PATH"] = str(path.parent)
-    found = probe.nvcc_candidates(environment, [str(tmp_path / "site")])
-    assert found == [named, home, path, Path("/usr/local/cuda/bin/nvcc"), pypi]
+    candidates = probe.nvcc_candidates(environment, [str(tmp_path / "site")])
+    assert candidates == [named, home, path, Path("/usr/local/cuda/bin/nvcc"), pypi]
 
 
 def test_an_nvcc_that_is_broken_or_too_old_is_passed_over(probe, tmp_path):
@@ -264,8 +264,8 @@ def test_hooks_add_the_compiler(backend, monkeypatch, kind):
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize("version", [None, "2.10.0"])
 def test_every_hook_stops_with_one_line(backend, monkeypatch, kind, version):
-    found = version and a_torch(backend.probe, version)
-    monkeypatch.setattr(backend.probe, "find_torch", lambda: found)
+    installed = version and a_torch(backend.probe, version)
+    monkeypatch.setattr(backend.probe, "find_torch", lambda: installed)
     for call in (
         getattr(backend, f"get_requires_for_build_{kind}"),
         lambda: getattr(backend, f"prepare_metadata_for_build_{kind}")("metadata"),
@@ -335,9 +335,9 @@ def test_libraries_show_nothing_but_their_interface():
     core = binding.with_name(f"libampfuse-{version}.so")
     functions = "algorithms storages cpu_backend cpu_isa cuda_archs cuda_backend cuda_versions"
     functions += " attention_kernels set_device_allocator set_parallel_for"
-    found = symbols(core) - {f"AMPFUSE_{version}"}
-    assert all(name.endswith(f"@@AMPFUSE_{version}") for name in found)
-    assert {re.search(r"(\w+)\(", name)[1] for name in found} == set(functions.split())
+    exported = symbols(core) - {f"AMPFUSE_{version}"}
+    assert all(name.endswith(f"@@AMPFUSE_{version}") for name in exported)
+    assert {re.search(r"(\w+)\(", name)[1] for name in exported} == set(functions.split())
 
 
 def test_the_check_comes_before_the_extension_is_loaded():
