@@ -13,6 +13,7 @@ from typing import is_typeddict
 import pytest
 import torch
 
+from ampfuse import optim
 from ampfuse._core import build_info
 from programs import ranks
 
@@ -120,6 +121,39 @@ def test_compiled_steps_of_the_csv_take_the_memory_of_eager_ones(by_network, net
     for network, by in by_network(networks).items():
         if "O5, compiled" in by:
             assert by["O5, compiled"].memory_mib <= 1.05 * by["O5"].memory_mib, network
+
+
+def test_readme_says_what_the_gpus_csvs_have(report, by_network):
+    text = " ".join(README.partition("Most of the gain")[2].split())
+    for case, by in by_network(report.read(RESULTS / "nets_cuda.csv")).items():
+        amp, plain, fused = (by[variant] for variant in ("torch.amp", "O5, unfused", "O5"))
+        network = case.partition(" (")[0]
+        assert re.search(rf"{amp.median_ms / plain.median_ms:.2f}x \({network}\)", text)
+        assert (
+            f"{fused.memory_mib:,.0f} instead of {amp.memory_mib:,.0f} ({network})"
+            in text.replace(" MiB", "")
+        )
+        if compiled := by.get("torch.amp, compiled"):
+            assert f"{compiled.median_ms:.1f} against {fused.median_ms:.1f} ms ({network})" in text
+            both = compiled.median_ms / by["O5, compiled"].median_ms
+            assert f"{both:.2f}x ({network})" in text.partition("Where it helps little")[2]
+    steps = {
+        row.variant: row.median_ms
+        for row in report.read(RESULTS / "step_cuda.csv")
+        if row.case == "adamw-gpt2-medium-bf16"
+    }
+    assert f"takes {steps['ampfuse']:.3g} ms, and {steps['torch fused']:.3g} ms" in text
+
+
+def test_readme_trains_as_its_tables_were_measured(report):
+    """The example has every option that the figures need."""
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    figures = README.partition("## What you gain")[2]
+    for option in ('opt_level="O5"', "fuse=True"):
+        assert option in code
+        assert option in figures
+    assert code.count("memory_format=torch.channels_last") == 2
+    assert "channels-last" in figures
 
 
 def test_figure_is_that_of_the_csv(report, networks):
@@ -238,6 +272,25 @@ def test_pip_is_not_told_a_name_that_pypi_does_not_have(page):
     for command in re.findall(r"pip install ([^`\n]*)", text):
         for word in shlex.split(command, comments=True):
             assert not re.fullmatch(r"ampfuse(\[\w+\])?([=<>~].*)?", word), command
+
+
+# What people search for, and the page that answers.
+ERRORS = {
+    "cannot import name 'amp' from 'apex'": "from_apex.md",
+    "No module named 'apex'": "from_apex.md",
+    "Attempting to unscale FP16 gradients": "from_torch_amp.md",
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors_that_people_search_for_are_found_as_they_are(error):
+    assert error in (ROOT / "docs" / ERRORS[error]).read_text()
+
+
+def test_what_others_have_and_ampfuse_too_is_not_denied():
+    page = (ROOT / "docs" / "from_others.md").read_text()
+    for name, *_, ours in cells(re.findall(r"^\|.*\|$", page, re.MULTILINE)):
+        assert name not in optim.__all__ or not ours.startswith("no")
 
 
 def anchors(page):
