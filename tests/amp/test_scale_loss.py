@@ -1,4 +1,4 @@
-"""initialize and scale_loss: what they accept and return, who skips, what accumulates."""
+"""scale_loss: what it yields and leaves behind, who skips, what accumulates."""
 
 import contextlib
 import copy
@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 import math
-import re
 
 import pytest
 import torch
@@ -20,292 +19,23 @@ import reference
 from ampfuse import amp
 from ampfuse.amp.scaler import LossScaler
 from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
+from scalar_training import (
+    Scalar,
+    backward,
+    gradient_of,
+    initialized,
+    make_two,
+    scale,
+    sgd,
+    stepped,
+    sum_of,
+    unskipped,
+    weight,
+)
 
 DYNAMIC = ("O1", "O2")
 inf, nan = math.inf, math.nan
 levels = pytest.mark.parametrize("level", LEVELS)
-
-
-class Scalar(nn.Module):
-    """y = w * x, so that a loss of y has the gradient x: every gradient can be chosen."""
-
-    def __init__(self, w=1.0):
-        super().__init__()
-        self.w = nn.Parameter(torch.full((1,), float(w)))
-
-    def forward(self, x):
-        return self.w * x
-
-
-def sgd(model):
-    """The step is the gradient."""
-    return torch.optim.SGD(model.parameters(), lr=1.0)
-
-
-def make(level="O2", model=None, kind=torch.optim.SGD, **options):
-    """A model, a Scalar unless given, and its optimizer, initialized."""
-    model = Scalar() if model is None else model
-    optimizer = kind(model.parameters(), lr=1.0)
-    return amp.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **options})
-
-
-def make_two(level, together=False, **options):
-    """Two models with an optimizer each, or with one together."""
-    models = [Scalar(), Scalar()]
-    optimizers = sgd(nn.ModuleList(models)) if together else [*map(sgd, models)]
-    return amp.initialize(models, optimizers, opt_level=level, verbosity=0, **options)
-
-
-def sum_of(models):
-    return sum(model(torch.ones(1)).float().sum() for model in models)
-
-
-def backward(model, optimizers, gradient=0.5, **options):
-    """Make a pass that gives every weight of `model` the gradient `gradient`.
-
-    Up to 0.5 it fits FP16 at the first scale of 65536.
-    """
-    loss = (model(torch.ones(1)) * 1.0).sum().float() * gradient
-    amp_training.backward(loss, optimizers, **options)
-
-
-def weight(optimizer):
-    """The weight that the optimizer steps: the master where there is one."""
-    return next(amp.master_params(optimizer)).item()
-
-
-def stepped(optimizer):
-    """The same after a step."""
-    optimizer.step()
-    return weight(optimizer)
-
-
-def gradient_of(optimizer):
-    return next(amp.master_params(optimizer)).grad.float().item()
-
-
-def scale(optimizer, loss_id=0):
-    return amp.state_dict(optimizer=optimizer)[f"loss_scaler{loss_id}"]["loss_scale"]
-
-
-def unskipped(optimizer):
-    return amp.state_dict(optimizer=optimizer)["loss_scaler0"]["unskipped"]
-
-
-# --- initialize: arguments and return values ------------------------------------------------
-
-
-@levels
-def test_what_is_given_is_returned(level):
-    m, n = nn.Linear(2, 2), nn.Linear(2, 2)
-    assert amp.initialize(m, opt_level=level, verbosity=0) is m
-    assert amp.initialize(both := [m, n], opt_level=level, verbosity=0) is both
-    for pair in (
-        (m, sgd(m)),
-        (m, [sgd(m)]),
-        ([m], sgd(m)),
-        ([m, n], [sgd(m), sgd(n)]),
-        ((m, n), (sgd(m), sgd(n))),
-        (m, []),
-    ):
-        returned = amp.initialize(*pair, opt_level=level, verbosity=0)
-        assert type(returned) is tuple
-        assert [*map(id, returned)] == [*map(id, pair)]
-
-
-def test_disabled_changes_nothing():
-    model = nn.Linear(2, 2)
-    optimizer = sgd(model)
-    assert amp.initialize(model, enabled=False) is model
-    out = amp.initialize(model, optimizer, enabled=False, opt_level="nonsense")
-    assert out == (model, optimizer)
-    assert type(optimizer) is torch.optim.SGD
-    assert type(model) is nn.Linear
-    loss = model(torch.ones(1, 2)).sum().double()
-    with amp.scale_loss(loss, optimizer) as same:
-        assert same is loss
-        same.backward()
-    assert amp.clip_grad_norm_(optimizer, 0.1) > 0.1
-    optimizer.step()
-    assert amp.state_dict() == {}
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}})
-    # An optimizer of an enabled call is not switched off by a later disabled one.
-    on, on_optimizer = make("O2")
-    amp.initialize(model, optimizer, enabled=False)
-    backward(on, on_optimizer, 0.25)
-    assert gradient_of(on_optimizer) == 0.25
-
-
-# What somebody wrote, and the call that the message has.
-SCALE_LOSS, ONE = "amp.scale_loss(loss, optimizer)", torch.ones(())
-MISTAKEN = {
-    "clip": (
-        lambda m, o: amp.clip_grad_norm_(m.parameters(), 1.0),
-        "amp.clip_grad_norm_(optimizer",
-    ),
-    "masters": (lambda m, o: amp.master_params(m), "amp.master_params(optimizer)"),
-    "model": (lambda m, o: enter(ONE, m), SCALE_LOSS),
-    "parameters": (lambda m, o: enter(ONE, m.parameters()), SCALE_LOSS),
-    "None": (lambda m, o: enter(ONE, None), SCALE_LOSS),
-    "swapped": (lambda m, o: enter(o, ONE), SCALE_LOSS),
-    "swapped, amp off": (lambda m, o: enter(make(enabled="False")[1], ONE), SCALE_LOSS),
-}
-
-
-def enter(*arguments):
-    with amp.scale_loss(*arguments):
-        pass
-
-
-@pytest.mark.parametrize("case", MISTAKEN)
-def test_what_takes_the_optimizer_and_got_something_else(case):
-    mistake, call = MISTAKEN[case]
-    with pytest.raises(TypeError, match=f"takes the optimizer, not .*: write {re.escape(call)}"):
-        mistake(*make("O2"))
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_scale_loss_without_with(enabled):
-    model, optimizer = make("O5", enabled=enabled)
-    block = amp.scale_loss(model(torch.ones(1)).sum(), optimizer)
-    with pytest.raises(
-        AttributeError, match=r"with amp.scale_loss\(loss, optimizer\) as scaled_loss"
-    ):
-        block.backward()
-    assert model.w.grad is None
-    with block as scaled:  # nothing had begun
-        scaled.backward()
-    assert gradient_of(optimizer) == 1
-
-
-class NotAnOptimizer:
-    param_groups = ()
-
-
-def with_complex(model):
-    model.c = nn.Parameter(torch.ones(1, dtype=torch.complex64))
-    return model
-
-
-def scripted(model):
-    return [model, torch.jit.script(nn.Linear(2, 2))], sgd(model)
-
-
-def wrapped(model):
-    return [nn.Linear(2, 2), nn.DataParallel(model)], sgd(model)
-
-
-def on_meta(model):
-    model = nn.Linear(4, 4, device="meta")
-    return model, sgd(model)
-
-
-def with_a_loose_parameter(model):
-    return model, torch.optim.SGD([torch.ones(1, dtype=f64, requires_grad=True)], lr=0.1)
-
-
-CALL = r"The call is amp\.initialize\(model, optimizer, opt_level="
-REFUSED = {
-    "no optimizer": (lambda m: (m, NotAnOptimizer()), TypeError, "optimizers must be"),
-    "a generator": (lambda m: (m, (o for o in [sgd(m)])), TypeError, "optimizers .* generator"),
-    "in a list": (lambda m: (m, [sgd(m), NotAnOptimizer()]), TypeError, "got NotAnOptimizer"),
-    "models generated": (lambda m: ((x for x in [m]), sgd(m)), TypeError, "models .* generator"),
-    "no model": (lambda m: (None, sgd(m)), TypeError, "models must be .* NoneType"),
-    "DataParallel": (wrapped, RuntimeError, "already wrapped in DataParallel"),
-    "ScriptModule": (scripted, TypeError, "does not support a ScriptModule"),
-    "twice": (lambda m: (m, [sgd(m)] * 2), RuntimeError, "listed twice"),
-    "float64": (lambda m: (m.double(), sgd(m)), TypeError, r"'0\.weight' .*float64"),
-    "complex": (lambda m: (with_complex(m), sgd(m)), TypeError, "'c' .*complex64"),
-    "half": (lambda m: (m.half(), sgd(m)), RuntimeError, r"'0\.weight' is float16.*O1"),
-    "bfloat16": (lambda m: (m.bfloat16(), sgd(m)), RuntimeError, r"'0\.weight' is bfloat16.*O1"),
-    "loose": (with_a_loose_parameter, TypeError, r"param_groups\[0\].*float64"),
-    "swapped": (lambda m: (sgd(m), m), TypeError, rf"models .* got SGD\. {CALL}"),
-    "a level": (lambda m: (m, "O5"), TypeError, f"optimizers .* got str. {CALL}"),
-    "parameters": (lambda m: (m, [*m.parameters()]), TypeError, f"got Parameter. {CALL}"),
-    "meta": (on_meta, RuntimeError, r"'weight' is on the meta device.*Materialize it"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_initialize_refuses(case):
-    arrange, error, message = REFUSED[case]
-    model = nn.Sequential(nn.Linear(2, 2))
-    models, optimizers = arrange(model)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(error, match=message):
-        amp.initialize(models, optimizers, opt_level="O1", verbosity=0)
-    assert type(model) is nn.Sequential
-    listed = optimizers if isinstance(optimizers, list) else [optimizers]
-    assert all(type(o) is torch.optim.SGD for o in listed if isinstance(o, torch.optim.Optimizer))
-    assert_same(model.state_dict(), before)
-
-
-NO_SCALING = ("init_scale", "min_loss_scale", "max_loss_scale", "growth_factor", "backoff_factor")
-WRONG = [
-    ({"level": "02"}, RuntimeError, "'O2'"),
-    ({"level": "O1", "master_weights": True}, RuntimeError, "master_weights has no meaning"),
-    ({"loss_scale": "128x"}, ValueError, "loss_scale is '128x'.*a positive number"),
-    ({"num_losses": 0}, ValueError, "num_losses must be"),
-    ({"growth_factor": 1.0}, ValueError, "growth_factor is 1.0; it must be above 1"),
-    ({"backoff_factor": 1.0}, ValueError, "backoff_factor is 1.0; it must be between"),
-    ({"growth_interval": 0}, ValueError, "growth_interval is 0; it must be a whole"),
-    ({"growth_interval": 1.5}, ValueError, "growth_interval is 1.5; it must be a whole"),
-    ({"hysteresis": 0}, ValueError, "hysteresis is 0; it must be a whole"),
-    ({"init_scale": -1.0}, ValueError, "init_scale is -1.0; it must be positive"),
-    ({"max_loss_scale": None}, ValueError, "max_loss_scale is None; it must be at"),
-    ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, ValueError, "max_loss_scale is 4.0"),
-    ({"verbosity": "1"}, TypeError, "verbosity must be 0, 1 or 2, not '1'"),
-    ({"enabled": "no"}, ValueError, "^enabled is 'no'; it must be True or False"),
-    ({"enabled": "O5"}, ValueError, rf"^enabled is 'O5'; .*\. {CALL}"),
-    ({"enabled": bf16}, ValueError, rf"^enabled is torch.bfloat16; .*\. {CALL}"),
-    ({"master_weights": "Split"}, ValueError, "^master_weights is .*True, False or 'split'"),
-    *(
-        ({name: "x"}, ValueError, f"{name} is 'x'; it must be")
-        for name in (*NO_SCALING, "growth_interval", "hysteresis")
-    ),
-]
-
-
-@pytest.mark.parametrize(("option", "error", "message"), WRONG, ids=str)
-def test_wrong_options_change_nothing(option, error, message):
-    model = nn.Linear(2, 2)
-    with pytest.raises(error, match=message):
-        make(**{"level": "O2", "model": model, **option})
-    assert type(model) is nn.Linear
-    assert model.weight.dtype == f32
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("dtype", [f16, bf16])
-def test_half_models_are_taken_over_exactly_with_a_word(level, dtype):
-    model = nn.Linear(4, 4).to(dtype)
-    exact = model.weight.detach().float()
-    with pytest.warns(UserWarning, match="already has 2 half-precision"):
-        _, optimizer = make(level, model)
-    assert torch.equal(next(amp.master_params(optimizer)), exact)
-
-
-def test_half_models_on_request_and_frozen():
-    make("O1", nn.Linear(4, 4).half(), allow_incoming_model_not_fp32=True)
-    make("O1", nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 4)))
-
-
-@pytest.mark.filterwarnings("error")
-@levels
-@pytest.mark.parametrize("earlier", ["O2", "O5"])
-def test_half_weights_of_an_earlier_call_at_another_level(earlier, level):
-    model, _ = make(earlier)
-    if level in ("O1", "O4"):
-        said = pytest.raises(RuntimeError, match=f"'w' is .*float16, but {level} trains FP32")
-    elif level == earlier or {earlier, level} == {"O2", "O3"}:
-        said = contextlib.nullcontext()
-    else:
-        said = pytest.warns(UserWarning, match="already has 1 half-precision")
-    with said:
-        _, optimizer = make(level, model)
-        backward(model, optimizer, 0.25)
-        assert stepped(optimizer) == 0.75
 
 
 # --- scale_loss: what it yields and leaves behind -------------------------------------------
@@ -314,7 +44,7 @@ def test_half_weights_of_an_earlier_call_at_another_level(earlier, level):
 @levels
 @pytest.mark.parametrize("dtype", [f16, bf16, f32, f64])
 def test_it_yields_the_loss_in_fp32_times_the_scale(level, dtype):
-    model, optimizer = make(level)
+    model, optimizer = initialized(level)
     loss = model(torch.ones(1)).sum().to(dtype)
     with amp.scale_loss(loss, optimizer) as scaled:
         assert scaled.dtype == f32
@@ -330,7 +60,7 @@ def test_it_yields_the_loss_in_fp32_times_the_scale(level, dtype):
 @pytest.mark.parametrize("loss_scale", [None, 1.0, "128.0", "dynamic"])
 @pytest.mark.parametrize("delay", [None, "delay_unscale", "delay_overflow_check"])
 def test_gradients_are_unscaled_and_add_up(level, loss_scale, delay):
-    model, optimizer = make(level, loss_scale=loss_scale)
+    model, optimizer = initialized(level, loss_scale=loss_scale)
     first_scale = scale(optimizer)
     for passes in (1, 2, 3):
         backward(model, optimizer, 0.25, **{delay: True} if delay and passes < 3 else {})
@@ -344,7 +74,7 @@ def test_gradients_are_unscaled_and_add_up(level, loss_scale, delay):
 
 @levels
 def test_a_gradient_made_in_the_body_counts(level):
-    model, optimizer = make(level)
+    model, optimizer = initialized(level)
     with amp.scale_loss(model(torch.ones(1)).sum() * 0.5, optimizer) as scaled:
         scaled.backward()
         model.w.grad.mul_(0.5)  # an all-reduce, say
@@ -352,7 +82,7 @@ def test_a_gradient_made_in_the_body_counts(level):
 
 
 def test_two_losses_with_scales_of_their_own_add_up():
-    model, optimizer = make("O2", num_losses=3)
+    model, optimizer = initialized("O2", num_losses=3)
     scalers = optimizer._amp_session.loss_scalers
     scalers[1]._loss_scale = 8.0
     scalers[2]._loss_scale = 2.0**-3
@@ -366,9 +96,9 @@ def test_two_losses_with_scales_of_their_own_add_up():
 
 def test_calls_of_initialize_stand_side_by_side():
     runs = [
-        (*make("O2", init_scale=64.0), 64.0),
-        (*make("O1", init_scale=16.0), 16.0),
-        (*make("O5"), 1.0),
+        (*initialized("O2", init_scale=64.0), 64.0),
+        (*initialized("O1", init_scale=16.0), 16.0),
+        (*initialized("O5"), 1.0),
     ]
     for model, optimizer, expected in runs:
         assert scale(optimizer) == expected
@@ -458,7 +188,7 @@ def test_what_is_set_is_what_the_step_uses(change, level, options, kind):
     call, expected = CHANGES[change]
     for case in itertools.product((False, True), repeat=3):
         of_master, before, after = case
-        model, optimizer = make(level, kind=kind, loss_scale=8.0, **options)
+        model, optimizer = initialized(level, kind=kind, loss_scale=8.0, **options)
         if before:
             backward(model, optimizer, 0.125)
         backward(model, optimizer, 0.125 if before else 0.25)
@@ -476,7 +206,7 @@ def test_gradients_of_ones_own_after_a_step(level, views, then_a_pass):
     """Views of a flat buffer are gradients that no pass has left."""
     model = nn.Linear(4, 4)
     nn.init.zeros_(model.weight)
-    _, optimizer = make(level, model, loss_scale=8.0)
+    _, optimizer = initialized(level, model, loss_scale=8.0)
     amp_training.backward(model(torch.ones(1, 4)).sum(), optimizer)
     optimizer.step()
     flat = torch.full((20,), 0.5, dtype=model.weight.dtype)
@@ -491,7 +221,7 @@ def test_gradients_of_ones_own_after_a_step(level, views, then_a_pass):
 @levels
 @pytest.mark.parametrize("read", [False, True])
 def test_a_step_that_is_made_again_uses_the_same_gradients(level, read):
-    model, optimizer = make(level, loss_scale=8.0)
+    model, optimizer = initialized(level, loss_scale=8.0)
     backward(model, optimizer, 0.25)
     if read:
         assert gradient_of(optimizer) == 0.25
@@ -519,7 +249,7 @@ def test_gradients_survive_parameters_that_are_taken_out(level, kind):
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD])
 @pytest.mark.parametrize("how", ["no pass", "dropped"])
 def test_a_plain_backward_pass_gives_masters_gradients(how, level, kind):
-    model, optimizer = make(level, kind=kind, loss_scale=8.0)
+    model, optimizer = initialized(level, kind=kind, loss_scale=8.0)
     if how == "dropped":
         backward(model, optimizer)
         model.zero_grad()
@@ -529,7 +259,7 @@ def test_a_plain_backward_pass_gives_masters_gradients(how, level, kind):
 
 
 def test_what_no_gradient_can_be_is_refused():
-    model, optimizer = make("O2")
+    model, optimizer = initialized("O2")
     backward(model, optimizer, 0.25)
     for wrong in (torch.ones(2), torch.ones(2).half(), torch.ones(1, device="meta"), 1.0):
         with pytest.raises((RuntimeError, TypeError), match="grad"):
@@ -559,7 +289,7 @@ def test_what_no_step_takes_hinders_no_look_at_another(level):
 def test_an_overflow(level, bad, loss_scale):
     """A dynamic scale halves; a static one stays, and only O4 and O5 skip."""
     is_dynamic = loss_scale == "dynamic"
-    model, optimizer = make(level, kind=torch.optim.Adam, loss_scale=loss_scale)
+    model, optimizer = initialized(level, kind=torch.optim.Adam, loss_scale=loss_scale)
     first, skips = scale(optimizer), is_dynamic or level in ("O4", "O5")
     for gradient, counts in ((0.25, (1, 1)), (bad, (0, 2)), (0.25, (1, 3))):
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
@@ -589,7 +319,7 @@ def test_the_scale_follows_its_rules(passes, interval, hysteresis, backoff):
     """Any sequence of passes (overflow?) and steps (after it?)."""
     rule = {"backoff_factor": backoff, "growth_interval": interval, "hysteresis": hysteresis}
     limits = {"min_loss_scale": 1.0, "max_loss_scale": 32.0}
-    model, optimizer = make("O2", init_scale=8.0, **limits, **rule)
+    model, optimizer = initialized("O2", init_scale=8.0, **limits, **rule)
     expected = reference.LossScale(8.0, 2.0, backoff, interval, 1.0, 32.0, hysteresis)
     doomed, pending, value = False, 0.0, 1.0
     for overflow, then_step in passes:
@@ -616,7 +346,7 @@ def test_the_scale_has_a_floor_by_default():
 
 
 def test_overflow_messages_are_for_those_who_wait(caplog):
-    model, optimizer = make("O2", verbosity=2)
+    model, optimizer = initialized("O2", verbosity=2)
     with caplog.at_level(logging.INFO, logger="ampfuse.amp"):
         backward(model, optimizer, inf)
     assert "loss scale 0 is now 32768" in caplog.text
@@ -629,7 +359,7 @@ def test_overflow_messages_are_for_those_who_wait(caplog):
 @pytest.mark.parametrize("how", ["delay_unscale", "delay_overflow_check", "by hand"])
 def test_an_overflow_that_its_own_pass_did_not_tell_of_still_skips(level, how):
     """A delayed one is told of by the pass that unscales."""
-    model, optimizer = make(level, loss_scale="dynamic")
+    model, optimizer = initialized(level, loss_scale="dynamic")
     if how == "by hand":
         backward(model, optimizer, 0.25)
         next(amp.master_params(optimizer)).grad.fill_(inf)
@@ -646,9 +376,9 @@ def test_an_overflow_that_its_own_pass_did_not_tell_of_still_skips(level, how):
 
 @levels
 def test_a_body_that_raises_loses_nothing(level):
-    model, optimizer = make(level)
+    model, optimizer = initialized(level)
     backward(model, optimizer, 0.25)
-    with pytest.raises(KeyError), amp.scale_loss(ONE, optimizer):
+    with pytest.raises(KeyError), amp.scale_loss(torch.ones(()), optimizer):
         raise KeyError
     assert gradient_of(optimizer) == 0.25
     backward(model, optimizer, 0.25)
@@ -692,7 +422,7 @@ MISUSED = {
 @levels
 @pytest.mark.parametrize("how", MISUSED)
 def test_a_backward_pass_of_another_loss_is_told_of(level, how):
-    model, optimizer = make(level, loss_scale=8.0)
+    model, optimizer = initialized(level, loss_scale=8.0)
     loss = model(torch.ones(1)).float().sum()
     block = amp.scale_loss(loss, optimizer)
     scaled = block.__enter__()
@@ -719,7 +449,7 @@ class TakesItsClass:
 @levels
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, TakesItsClass])
 def test_step_and_another_block_inside_the_block_are_errors(level, wrap):
-    model, optimizer = make(level)
+    model, optimizer = initialized(level)
     nested = pytest.raises(RuntimeError, match="nested")
     with amp.scale_loss(model(torch.ones(1)).sum() * 0.5, wrap(optimizer)) as scaled:
         scaled.backward()
@@ -756,7 +486,7 @@ class OwnDescent(torch.optim.Optimizer):
 @pytest.mark.parametrize("kind", [torch.optim.SGD, lambda ps, lr: OwnDescent(ps, {"lr": lr})])
 def test_the_weight_cache_of_autocast_is_dropped(kind):
     """Inside an autocast region around the loop, a cast weight must not outlive its step."""
-    model, optimizer = make("O4", nn.Linear(1, 1, bias=False), kind)
+    model, optimizer = initialized("O4", nn.Linear(1, 1, bias=False), kind)
     nn.init.ones_(model.weight)
     with torch.autocast("cpu", dtype=bf16):
         for expected in (1.0, 0.5, 0.0):
@@ -793,7 +523,7 @@ def test_clipping(level, clip):
 
 @levels
 def test_clip_grad_norm_returns_the_unscaled_norm(level):
-    model, optimizer = make(level)
+    model, optimizer = initialized(level)
     for clipped, expected in ((True, 0.875), (False, 0.375)):  # the next step only
         optimizer.zero_grad()
         backward(model, optimizer, 0.5)
@@ -841,7 +571,7 @@ def of_scaler(loss_scale, unskipped):
 
 
 def test_amp_state_is_apexs_and_matched_by_key():
-    _, optimizer = make("O2", num_losses=2)
+    _, optimizer = initialized("O2", num_losses=2)
     assert amp.state_dict() == {f"loss_scaler{i}": of_scaler(65536.0, 0) for i in (0, 1)}
     destination = {}
     assert amp.state_dict(destination) is destination
@@ -858,14 +588,14 @@ def test_amp_state_is_apexs_and_matched_by_key():
 
 
 def test_a_counter_beyond_the_interval_still_grows():
-    model, optimizer = make("O2", growth_interval=2)
+    model, optimizer = initialized("O2", growth_interval=2)
     amp.load_state_dict({"loss_scaler0": of_scaler(4.0, 1999)})
     backward(model, optimizer, 0.25)
     assert scale(optimizer) == 8.0
 
 
 def test_loss_scaler_attributes_that_scripts_read_and_set():
-    _, optimizer = make("O2")
+    _, optimizer = initialized("O2")
     (scaler,) = optimizer._amp_session.loss_scalers
     assert (scaler.loss_scale(), scaler._loss_scale, scaler._unskipped) == (65536.0, 65536.0, 0)
     assert scaler.dynamic
@@ -876,7 +606,7 @@ def test_loss_scaler_attributes_that_scripts_read_and_set():
     copied._loss_scale = 2.0
     assert scaler.loss_scale() == 4.0
     # A static scale of 1 that a script changes is no longer passed over.
-    model, optimizer = make("O0")
+    model, optimizer = initialized("O0")
     optimizer._amp_session.loss_scalers[0]._loss_scale = 4.0
     backward(model, optimizer, 0.25)
     assert gradient_of(optimizer) == 0.25
