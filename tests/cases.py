@@ -25,10 +25,8 @@ NEEDS_BF16 = pytest.mark.skipif(
 CODED = [name for name, storage in STORAGES.items() if storage.block]  # of state_dtype
 
 _OF_ADAM = {"betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1, "amsgrad": True}
-# optimizer name, options: each option alone and all of them together
-OPTIMIZERS = {}
-
-for name, settings in {
+# Each option alone and all of them together.
+_SETTINGS = {
     "sgd": {},
     "sgd-decay": {"weight_decay": 0.1},
     "sgd-momentum": {"momentum": 0.9},
@@ -95,9 +93,19 @@ for name, settings in {
     # Betas for which 16-bit gradients do not cancel: of a sum that is zero but for rounding, the
     # sign is anybody's.
     "lion-all": {"betas": (0.83, 0.97), "weight_decay": 0.1, "maximize": True},
-}.items():
+}
+
+
+def _optimizers():
+    """The optimizer and its options by name."""
     kinds = {kind.lower(): kind for kind in reference.RULES}
-    OPTIMIZERS[name] = (kinds[name.partition("-")[0]], {"lr": 1e-2, **settings})
+    return {
+        name: (kinds[name.partition("-")[0]], {"lr": 1e-2, **settings})
+        for name, settings in _SETTINGS.items()
+    }
+
+
+OPTIMIZERS = _optimizers()
 
 # One of each kind, for tests whose subject is not the formula. The first are torch's too.
 TORCH_KINDS = ("sgd-all", "adam-all", "adamw", "adagrad-all")
