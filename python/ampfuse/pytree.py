@@ -89,7 +89,7 @@ def _same(new: Any, old: Any) -> bool:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in `value`, at any depth."""
+    """The tensors in `value`, at any depth: in what :func:`replace` looks into."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -101,6 +101,9 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from tensors(getattr(value, field.name, None))
+    elif type(value) in torch_pytree.SUPPORTED_NODES:
+        for item in torch_pytree.tree_flatten(value, is_leaf=lambda item: item is not value)[0]:
+            yield from tensors(item)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -250,6 +250,7 @@ def test_containers_are_cast_and_keep_their_type(value, look):
     assert look(cast).dtype == f16
     assert type(cast) is type(value)
     assert look(value).dtype == f32, "the caller's own object must not change"
+    assert not pytree.walks(value) or any(t is look(value) for t in pytree.tensors(value))
     # Through a model, inputs and outputs.
     model = started(Echo(), "O2")
     model(key=value)
@@ -260,6 +261,14 @@ def test_containers_are_cast_and_keep_their_type(value, look):
     assert type(out) is type(value)
     if not isinstance(value, (types.SimpleNamespace, PackedSequence)) or type(value) is Registered:
         assert look(started(Echo(), "O1")(cast)).dtype == f32  # a half output
+
+
+def test_functions_are_cast_by_tensors_in_a_registered_node():
+    half = amp.half_function(lambda held: held.x.dtype)
+    promote = amp.promote_function(lambda held, other: other.dtype)
+    model = Echo()
+    model.forward = lambda: (half(Registered(x=x)), promote(Registered(x=x.double()), x))
+    assert started(model, "O1")() == (f16, f64)
 
 
 def test_what_is_not_cast_is_the_same_object():
