@@ -263,7 +263,7 @@ class PlannedTraining:
     accumulate: bool = False
 
     def __post_init__(self) -> None:
-        self.optimizer_name, self.is_fused = "", False
+        self.optimizer_name, self.is_fused = "", False  # until held() makes an optimizer
         self.notes: dict[str, None] = {}
         self._passes: dict[Any, tuple[int, int]] = {}
 
