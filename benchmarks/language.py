@@ -17,6 +17,7 @@ from operator import attrgetter
 from pydoc_data.topics import topics
 from typing import Any
 
+import harness.environment  # noqa: F401 - before torch, which reads the environment
 import torch
 from harness.measuring import Clock, Worker, held_bytes, measure
 from harness.options import options_of

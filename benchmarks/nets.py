@@ -9,24 +9,18 @@ Rows of other models that the CSV has stay there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
+from itertools import product
 from operator import methodcaller
 from types import MappingProxyType
 from typing import Any
 
-# oneDNN keeps 1,024 primitives by default, and what does not fit is compiled again in every step.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's warning about earlier memory
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-# Each process would keep as many more as there are cores, of a gigabyte each.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1" if (os.cpu_count() or 1) < 4 else "4")
-
+import harness.environment  # noqa: F401 - before torch, which reads the environment
 import torch
 import torch.nn.functional as F
-from harness.measuring import Clock, HostClock, Worker, WorkerError, measure
+from harness.measuring import Clock, HostClock, RemoteVariant, Times, Worker, WorkerError, measure
 from harness.models import TEXTS, image_model, text_model, tiny_model
 from harness.options import options_of
 from harness.results import Results, Row, rows_of
@@ -324,6 +318,15 @@ def variants_of(network: str, options: Any) -> Variants:
     return variants | {kind: partial(Share, kind) for kind in KINDS}
 
 
+def measured(steps: Mapping[str, RemoteVariant], repeats: int) -> tuple[Times, dict[str, float]]:
+    """The times of `steps`, of those that took any, and the peaks of memory in MiB."""
+    times = measure(steps, repeats, 1)
+    # What a graph allocates, the allocator counts at its capture alone.
+    with_memory = [name for name in steps if name not in KINDS and "captured" not in name]
+    memory = {name: steps[name].memory_mib() for name in with_memory}
+    return {name: values for name, values in times.items() if any(values)}, memory
+
+
 def rows(
     network: str,
     variants: Variants,
@@ -347,14 +350,8 @@ def rows(
             except WorkerError as error:  # keeps no other from being measured
                 print(f"{case:28s} {variant}: not run ({error})")
         try:
-            # (A GPU's profiler takes a second for each.)
-            times = measure(steps, 3 if in_a_row and group[0] in KINDS else repeats, 1)
-            times = {variant: values for variant, values in times.items() if any(values)}
-            # (What a graph allocates, the allocator counts at its capture alone.)
-            measured = [
-                variant for variant in steps if variant not in KINDS and "captured" not in variant
-            ]
-            memory = {variant: steps[variant].memory_mib() for variant in measured}
+            # A GPU's profiler takes a second for each.
+            times, memory = measured(steps, 3 if in_a_row and group[0] in KINDS else repeats)
             if times:
                 yield rows_of(device, times, memory_mib=memory, case=case, optimizer=optimizer)
         except WorkerError as error:
@@ -385,20 +382,14 @@ def main() -> None:
             ours = not variant.startswith(("torch", "FP32"))
             return processes.enter_context(Worker(clock, options.device, with_ampfuse=ours))
 
-        def add_rows(network: str, wanted: Callable[[str], bool]) -> None:
+        of_tables = VARIANTS | ON_GPU
+        passes = [{True}, {False}] if in_a_row else [{True, False}]  # whether they are of tables
+        for wanted, network in product(passes, networks):
             variants = variants_of(network, options)
-            variants = {name: make for name, make in variants.items() if wanted(name)}
-            for measured in rows(network, variants, options, in_a_row, worker_of):
-                results.add(measured)
-
-        if in_a_row:
-            for network in networks:
-                add_rows(network, lambda name: name in VARIANTS | ON_GPU)
-            for network in networks:
-                add_rows(network, lambda name: name not in VARIANTS | ON_GPU)
-        else:
-            for network in networks:
-                add_rows(network, lambda name: True)
+            variants = {n: make for n, make in variants.items() if (n in of_tables) in wanted}
+            for group in rows(network, variants, options, in_a_row, worker_of):
+                results.add(group)
+            if not in_a_row:
                 processes.close()  # their memory is for the next network
                 worker_of.cache_clear()
     results.finish()

@@ -14,6 +14,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import harness.environment  # noqa: F401 - before torch, which reads the environment
 import torch
 from harness.measuring import COLD_BYTES, Clock, Worker, held_bytes
 from harness.models import TEXTS, image_model, text_model
