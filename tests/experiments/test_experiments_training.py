@@ -283,6 +283,15 @@ def test_what_a_step_returns_and_whose_kernels_it_uses(variant_name):
     assert ours == [variant_name not in ("fp32", "O0", "amp-bf16")]
 
 
+@pytest.mark.parametrize("precision", ["amp-fp16", "O2"])
+def test_growth_interval_is_the_settings(precision):
+    settings = dataclasses.replace(BASE, precision=precision, growth_interval=2)
+    variant = build_variant(settings, nn.Linear(4, 3), lambda out, _: out.float().mean() / 99, CPU)
+    _, scale, skipped = zip(*(variant.step(torch.randn(8, 4), None) for _ in range(5)), strict=True)
+    assert not any(skipped)
+    assert [value / scale[0] for value in scale] == [1, 1, 2, 2, 4]
+
+
 def test_a_run_without_timed_steps():
     """A graph's first steps are not timed: no division by zero."""
     run = trained(dataclasses.replace(BASE, iterations=4, evaluate=False))

@@ -76,9 +76,10 @@ class Watch:
     """A context that watches what is trained in it, by this process.
 
     A step is one call of ``step`` of the optimizer that is the first to make `warmup` steps. After
-    these, `steps` are timed with nothing else going on, then as many are profiled, and in one more
-    lines that synchronize are recorded; then `stop` raises Finished. `seconds` has the time of each
-    timed step, `optimizers` the types of all that stepped since then.
+    these, `steps` are timed with nothing else going on, then `steps` + 1 are profiled, of which the
+    first is left out, and in one more lines that synchronize are recorded; then `stop` raises
+    Finished. `seconds` has the time of each timed step, `optimizers` the types of all that stepped
+    since then.
     """
 
     warmup: int

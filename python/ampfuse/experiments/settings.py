@@ -57,35 +57,28 @@ def option(default: Any, help: str = "", *names: str, **kind: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One run: one variant, one batch size, one repeat.
-
-    `recipe` is None if these settings were not published together. `variant` is the name in tables,
-    `precision` one of :data:`VARIANTS`; they differ for the published names FP32, FP16 and amp.
-    `loss_scale` is a number, "dynamic", or None for the variant's default. `mean` and `std` of the
-    pixels are shares of 255 (default: the data set's). `clip` is a norm, `schedule` one of
-    :func:`training.lr_factor`, and `warmup` a share of the run.
-    """
+    """One run: one variant, one batch size, one repeat."""
 
     experiment: str
-    recipe: str | None = None
+    recipe: str | None = None  # None if these settings were not published together
     model: str
     data: str = "synthetic"
-    precision: str = "fp32"
-    variant: str = "fp32"
+    precision: str = "fp32"  # one of VARIANTS
+    variant: str = "fp32"  # name in tables: the precision, or a published name, one of _MODES
     repeat: int = 0
-    loss_scale: float | str | None = None
+    loss_scale: float | str | None = None  # a number, "dynamic", or None: the variant's default
     growth_interval: int = 2000
     augment: bool = False
     shuffle: bool = True
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    mean: tuple[float, ...] | None = None  # of pixels, as shares of 255; None: the data set's
+    std: tuple[float, ...] | None = None  # the same
     synthetic_size: int | None = None
     dropout: float = 0.0
     momentum: float = 0.9
     weight_decay: float = 0.0
-    clip: float | None = None
-    schedule: str = "constant"
-    warmup: float = 0.0
+    clip: float | None = None  # a norm
+    schedule: str = "constant"  # one of training.lr_factor
+    warmup: float = 0.0  # a share of the run
     image_size: int = option(32, "pixels each way", **_COUNT)
     keep_batchnorm_fp32: bool | None = option(None, "FP32 batch norms (O2, O3, O5)", **_SWITCH)
     fuse: bool | None = option(None, "batch norms (default: O1, O2, O4, O5 in NHWC)", **_SWITCH)
@@ -146,29 +139,47 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     text += "".join(f"  {name:<9} {what}\n" for name, what in VARIANTS.items())
     look = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog=prog, description=text, formatter_class=look, allow_abbrev=False)
-    what = parser.add_argument_group("what to train")
-    add, names = what.add_argument, [recipe.name for recipe in script.recipes]
-    add("--recipe", choices=names, help="published settings (default: those of the model)")
+    _add_what(parser, script)
+    _add_how(parser, script)
+    words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+    args = parser.parse_intermixed_args(words)
+    if args.mode and (args.variant or args.fp16 or (args.opt_level and args.mode != "amp")):
+        parser.error(f"--mode {args.mode} sets the variant; give no other flag that does")
+    return args
+
+
+def _add_what(parser: argparse.ArgumentParser, script: Script) -> None:
+    """Flags that choose the runs, their device and their files."""
+    group = parser.add_argument_group("what to train")
+    add = group.add_argument
+    recipes = [recipe.name for recipe in script.recipes]
+    add("--recipe", choices=recipes, help="published settings (default: those of the model)")
     add("--model", "-a", metavar="NAME", help="one of a recipe, or wrn<depth>_<width>")
-    data = f"a folder, scikit-learn's digits, or synthetic noise (default: {script.data or 'none'})"
-    add("--data", metavar="PATH|digits|synthetic", help=data)
+    sources = "a folder, scikit-learn's digits, or synthetic noise"
+    default = f" (default: {script.data or 'none'})"
+    add("--data", metavar="PATH|digits|synthetic", help=sources + default)
     add("data", nargs="?", default=argparse.SUPPRESS, metavar="DATA", help="the same as --data")
-    one_of = what.add_mutually_exclusive_group().add_argument
+    one_variant = group.add_mutually_exclusive_group().add_argument
     variants = "one or several, or all (default: FP32 and O2, or O5 on a CPU)"
-    one_of("--variant", nargs="+", choices=(*VARIANTS, "all"), metavar="NAME", help=variants)
-    one_of("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O1")
-    one_of("--fp16", **_ON, help="E4's name for O2 with a static scale")
+    one_variant("--variant", nargs="+", choices=(*VARIANTS, "all"), metavar="NAME", help=variants)
+    one_variant("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O1")
+    one_variant("--fp16", **_ON, help="E4's name for O2 with a static scale")
     modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
     add("--mode", choices=("FP32", "FP16", "amp"), help=modes)
-    one_of = what.add_mutually_exclusive_group().add_argument
-    one_of("--loss-scale", type=scale, metavar="N|dynamic", help="for variants that scale the loss")
-    one_of("--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N")
+    one_scale = group.add_mutually_exclusive_group().add_argument
+    scaled = "for variants that scale the loss"
+    one_scale("--loss-scale", type=scale, metavar="N|dynamic", help=scaled)
+    one_scale("--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--GPU", metavar="NAME", help="name of the device in results (default: its own)")
     add("--output", "-o", type=Path, default=Path("results"), metavar="DIR", help="for results")
     add("--resume", type=Path, metavar="FILE", help="continue from a checkpoint (.pt)")
     add("--checkpoints", **_ON, help="save one at the end of each epoch")
     add("--prof", type=int, default=0, metavar="N", help="profile N steps and write a trace")
+
+
+def _add_how(parser: argparse.ArgumentParser, script: Script) -> None:
+    """A flag for each field of :class:`Settings` that is an :func:`option`."""
     how = parser.add_argument_group("how to train, the same for every variant")
     length = how.add_mutually_exclusive_group()
     for name, field in FIELDS.items():
@@ -176,11 +187,6 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
             kind = dict(field.metadata)
             group = length if name in ("epochs", "iterations") else how
             group.add_argument(f"--{name.replace('_', '-')}", *kind.pop("names"), **kind)
-    words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
-    args = parser.parse_intermixed_args(words)
-    if args.mode and (args.variant or args.fp16 or (args.opt_level and args.mode != "amp")):
-        parser.error(f"--mode {args.mode} sets the variant; give no other flag that does")
-    return args
 
 
 # ---- the runs ------------------------------------------------------------------------------------

@@ -92,7 +92,12 @@ class Run:
         # The first steps capture the graph and are not timed.
         self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
         self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
+        self._tensors: int | None = None  # peak bytes of the tensors of a warm-up, if measured
         self._steps: list[Tensor] = []  # loss, loss scale and skip of each step of the interval
+        # These three are set by `train`.
+        self.variant: Variant
+        self._lr: float  # of the latest step
+        self._bar: Any  # tqdm's
         torch.backends.cudnn.benchmark = not settings.deterministic
         torch.backends.cudnn.deterministic = settings.deterministic
         torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
@@ -143,15 +148,15 @@ class Run:
     def _start(self) -> Variant:
         """The variant to train, in the state of the checkpoint. Another model warms up: libraries
         choose and compile kernels in its steps, which are not timed."""
-        measure = tensor_memory if self.place.measure_tensors else contextlib.nullcontext
+        measured = self.place.measure_tensors
         self.memory.release()
         torch.manual_seed(self.seed)
-        with measure(self.device) as tensors:
+        with tensor_memory(self.device) if measured else contextlib.nullcontext(None) as peak:
             warm_up = self.build()
             for batch in islice(self.data.train_batches(0), _WARM_UP_STEPS):
-                warm_up._step(*batch)
+                warm_up.eager_step(*batch)
         del warm_up
-        self._tensors = int(tensors.mib * 2**20) if self.place.measure_tensors else None
+        self._tensors = None if peak is None else int(peak.mib * 2**20)
         self.memory.start()
         torch.manual_seed(self.seed)  # every variant starts from the same weights
         variant = self.build()

@@ -68,7 +68,7 @@ class Variant:
         options: dict[str, Any] = {"lr": lr, "weight_decay": of.weight_decay, "fused": fused}
         options |= {"momentum": of.momentum} if of.optimizer == "sgd" else {"capturable": of.graph}
         self.optimizer: Any = _OPTIMIZERS[of.optimizer](model.parameters(), **options)
-        self.step = GraphedCall(self._step) if of.graph else self._step
+        self.step = GraphedCall(self.eager_step) if of.graph else self.eager_step
         self._half = _HALVES.get(of.precision)
         self._set_up()
 
@@ -79,7 +79,7 @@ class Variant:
         self.scaler = torch.amp.GradScaler(
             self.device.type,
             init_scale=static or 2.0**16,
-            growth_interval=2**31 - 1 if static else 2000,
+            growth_interval=2**31 - 1 if static else settings.growth_interval,
             enabled=self._half is torch.float16,
         )
         scale = (static or "dynamic") if self.scaler.is_enabled() else None
@@ -98,7 +98,8 @@ class Variant:
             else:
                 group["lr"] = lr
 
-    def _step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def eager_step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`step` without a graph."""
         self.optimizer.zero_grad()
         with self.autocast():
             loss = self.loss_of(self.model(inputs), targets)
