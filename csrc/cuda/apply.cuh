@@ -216,8 +216,9 @@ template <class Op>
 void apply(const DevicePass& pass) {
   if (pass.view.chunk_count == 0) return;
   with_instance<Op, Op::kReads | Op::kWrites>(pass, [&](auto missing, auto encoded) {
-    launch(Kernel{Op::kName, apply_kernel<Op, missing, encoded>}, pass.view.chunk_count * kSlices,
-           kLanes, pass.stream, pass.view, pass.state, pass.a, pass.b, pass.found_inf);
+    launch(NamedKernel{Op::kName, apply_kernel<Op, missing, encoded>},
+           pass.view.chunk_count * kSlices, kLanes, pass.stream, pass.view, pass.state, pass.a,
+           pass.b, pass.found_inf);
   });
 }
 

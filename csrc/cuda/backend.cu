@@ -56,7 +56,7 @@ class CudaBackend : public Backend {
 
   void merge(const RankResults& found, void* stream) override {
     const int64_t blocks = found.values / kMergeThreads + 1;
-    launch(Kernel{"merge", merge_kernel}, blocks, kMergeThreads, cudaStream_t(stream), found);
+    launch(NamedKernel{"merge", merge_kernel}, blocks, kMergeThreads, cudaStream_t(stream), found);
   }
 
   float* first_stage(Table& table, Algorithm algorithm, const StepState* state,
@@ -105,8 +105,8 @@ class CudaBackend : public Backend {
 
   void update_scale(const LossScale& rule, const OverflowFlags& flags, bool fixed,
                     void* stream) override {
-    launch(Kernel{"update_scale", update_scale_kernel}, 1, 1, cudaStream_t(stream), rule, flags,
-           fixed);
+    launch(NamedKernel{"update_scale", update_scale_kernel}, 1, 1, cudaStream_t(stream), rule,
+           flags, fixed);
   }
 
   void run(NnOp op, const NnArgs& args, void* stream) override {

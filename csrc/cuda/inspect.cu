@@ -100,11 +100,12 @@ void inspect(const DevicePass& pass, const InspectArgs& args) {
   const int64_t blocks = pass.view.chunk_count > 0 ? pass.view.chunk_count : 1;
   constexpr unsigned kRare = bit(kAccumulated) | bit(kGradOut);
   const auto kernel = pass.present & kRare ? inspect_kernel<0> : inspect_kernel<kRare>;
-  launch(Kernel{"inspect", kernel}, blocks, kLanes, pass.stream, pass.view, args, pass.tickets);
+  launch(NamedKernel{"inspect", kernel}, blocks, kLanes, pass.stream, pass.view, args,
+         pass.tickets);
 }
 
 void prepare(const DevicePass& pass, const Preparation& preparation) {
-  launch(Kernel{"prepare", prepare_kernel}, 1, kPrepareThreads, pass.stream, pass.view,
+  launch(NamedKernel{"prepare", prepare_kernel}, 1, kPrepareThreads, pass.stream, pass.view,
          preparation);
 }
 

@@ -35,14 +35,14 @@ inline void check_cuda(cudaError_t status, const char* what, const char* file, i
 
 // A kernel with the name and the place that an error message gives.
 template <class... Params>
-struct Kernel {
+struct NamedKernel {
   const char* name;
   void (*function)(Params...);
   const char* file;
   int line;
 
-  Kernel(const char* kernel_name, void (*kernel)(Params...), const char* where = __builtin_FILE(),
-         int at = __builtin_LINE())
+  NamedKernel(const char* kernel_name, void (*kernel)(Params...),
+              const char* where = __builtin_FILE(), int at = __builtin_LINE())
       : name(kernel_name), function(kernel), file(where), line(at) {}
 };
 
@@ -50,7 +50,7 @@ struct Kernel {
 // while it runs shows up in a later call, as always with CUDA (CUDA_LAUNCH_BLOCKING=1 finds the
 // place).
 template <class... Params, class... Args>
-void launch(const Kernel<Params...>& kernel, int64_t blocks, int threads, cudaStream_t stream,
+void launch(const NamedKernel<Params...>& kernel, int64_t blocks, int threads, cudaStream_t stream,
             Args&&... args) {
   AMPFUSE_CHECK(blocks <= INT32_MAX, kernel.name, " needs ", blocks, " blocks, and a grid holds ",
                 INT32_MAX, "; split the list of tensors");

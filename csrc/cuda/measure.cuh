@@ -234,7 +234,7 @@ void measure(const DevicePass& pass) {
   with_instance<Op, (Op::kReads | Op::kWrites) & ~kUnscaledOnly>(
       pass, [&](auto missing, auto encoded) {
         constexpr auto kEncoded = encoded == Encoded::kNone ? Encoded::kNone : Encoded::kAll;
-        launch(Kernel{Op::kName, measure_kernel<Op, missing, kEncoded>},
+        launch(NamedKernel{Op::kName, measure_kernel<Op, missing, kEncoded>},
                pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream,
                pass.view, RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);
       });

@@ -225,6 +225,36 @@ __device__ inline void finish_channels(const NnArgs& args, int64_t first_channel
              SpanSum<kThreads, kChannels>{args.image, c < args.image.channels});
 }
 
+// Adds the sums of a span's tiles, one after another, and stores what is kept of them. `first` and
+// `second`: a thread's part of its tile.
+template <class Op, unsigned kLists, int kWidth, int kStep, int kSteps>
+__device__ inline void store_span_partial(const NnArgs& args, int64_t span, int64_t first_channel,
+                                          const Vector<float, kStep> (&first)[kSteps],
+                                          const Vector<float, kStep> (&second)[kSteps]) {
+  constexpr int kChannels = kSumPacks * kWidth;
+  const int tile = threadIdx.x / kSumPacks, pack = threadIdx.x % kSumPacks;
+  __shared__ float sums[2][kSpanTiles][kChannels];
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+    sums[0][tile][pack * kWidth + k] = first[k / kStep].lane[k % kStep];
+    sums[1][tile][pack * kWidth + k] = second[k / kStep].lane[k % kStep];
+  }
+  __syncthreads();
+  const int i = threadIdx.x;
+  const int64_t c = first_channel + i;
+  if (i < kChannels && c < args.image.channels) {
+    float total[2] = {0, 0};
+    for (int t = 0; t < kSpanTiles; ++t) {
+      total[0] += sums[0][t][i];
+      total[1] += sums[1][t][i];
+    }
+    float coef[Op::kCoefs];
+    Op::template coefs<kLists>(args, span * kSpanRows, c, coef);
+    ChannelPartials<typename Op::Partial>(args, c).store(span,
+                                                         Op::partial(coef, total[0], total[1]));
+  }
+}
+
 // The last block of some channels finishes them, which saves a launch. If there are more spans than
 // this, a launch of many blocks takes less time than one block for all spans of its channels.
 constexpr int64_t kLastBlockSpans = 128;
@@ -272,26 +302,7 @@ __global__ void __launch_bounds__(kSumThreads, (sum_blocks<Op, kType, kAligned, 
     }
   }
 
-  __shared__ float sums[2][kSpanTiles][kChannels];
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    sums[0][tile][pack * kWidth + k] = first[k / kStep].lane[k % kStep];
-    sums[1][tile][pack * kWidth + k] = second[k / kStep].lane[k % kStep];
-  }
-  __syncthreads();
-  const int i = threadIdx.x;
-  const int64_t c = first_channel + i;
-  if (i < kChannels && c < image.channels) {
-    float total[2] = {0, 0};
-    for (int t = 0; t < kSpanTiles; ++t) {
-      total[0] += sums[0][t][i];
-      total[1] += sums[1][t][i];
-    }
-    float coef[Op::kCoefs];
-    Op::template coefs<kLists>(args, first_row, c, coef);
-    ChannelPartials<typename Op::Partial>(args, c).store(span,
-                                                         Op::partial(coef, total[0], total[1]));
-  }
+  store_span_partial<Op, kLists, kWidth>(args, span, first_channel, first, second);
   if (image.spans() > kLastBlockSpans) return;
   if (image.spans() == 1) {
     __syncthreads();
@@ -363,17 +374,17 @@ void start(const NnArgs& args, cudaStream_t stream) {
     const int64_t count = columns(few ? kFine : kPack);
     const bool last_finishes = spans <= kLastBlockSpans;
     unsigned* const tickets = last_finishes && spans > 1 ? take_tickets(count, stream) : nullptr;
-    launch(Kernel{Op::kName, few ? sum_kernel<Op, kLists, kType, kAligned, kFine>
-                                 : sum_kernel<Op, kLists, kType, kAligned, kPack>},
+    launch(NamedKernel{Op::kName, few ? sum_kernel<Op, kLists, kType, kAligned, kFine>
+                                      : sum_kernel<Op, kLists, kType, kAligned, kPack>},
            spans * count, kSumThreads, stream, args, tickets);
     if (!last_finishes) {
-      launch(Kernel{Op::kName, finish_kernel<Op>}, ceil_div(image.channels, kFinishChannels),
+      launch(NamedKernel{Op::kName, finish_kernel<Op>}, ceil_div(image.channels, kFinishChannels),
              kLanes, stream, args);
     }
   } else {
     const Grid grid(image);
-    launch(Kernel{Op::kName, map_kernel<Op, kLists, kType, kAligned>}, grid.blocks, kLanes, stream,
-           args, grid);
+    launch(NamedKernel{Op::kName, map_kernel<Op, kLists, kType, kAligned>}, grid.blocks, kLanes,
+           stream, args, grid);
   }
 }
 

@@ -5,6 +5,7 @@
 // block has the groups of one row, or of several short ones.
 #pragma once
 
+#include "block_reduce.cuh"
 #include "core/nn_ops/nn_op.h"
 #include "launch.cuh"
 #include "pack.cuh"
@@ -50,6 +51,33 @@ __device__ inline void load_columns(const NnArgs& args, int image, int64_t row, 
   widen(load_pack<kAligned, kPack>(packs, 0, count), kType, x);
 }
 
+// Merges the values of a group's threads by halving, into the first thread's first lane.
+template <class Op>
+__device__ inline void merge_group(Vector<float, kPack> (&value)[Op::kValues], int thread,
+                                   float (&merged)[Op::kValues]) {
+  for (int offset = kGroupThreads / 2; offset > 0; offset /= 2) {
+    Vector<float, kPack> other[Op::kValues];
+#pragma unroll
+    for (int i = 0; i < Op::kValues; ++i)
+      other[i] = other[i].of(
+          [&](int k) { return __shfl_down_sync(kWholeWarp, value[i].lane[k], offset); });
+    if (thread < offset) Op::merge(value, other);
+  }
+  if (thread != 0) return;
+  float lanes[kPack][Op::kValues];
+#pragma unroll
+  for (int i = 0; i < Op::kValues; ++i)
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) lanes[k][i] = value[i].lane[k];
+#pragma unroll
+  for (int offset = kPack / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int k = 0; k < offset; ++k) Op::merge(lanes[k], lanes[k + offset]);
+  }
+#pragma unroll
+  for (int i = 0; i < Op::kValues; ++i) merged[i] = lanes[0][i];
+}
+
 template <class Op, bool kPlain, DType kType, bool kAligned>
 __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int groups) {
   const int64_t columns = args.image.channels, spans = ceil_div(columns, kSpanColumns);
@@ -79,29 +107,8 @@ __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int gro
     }
   }
 
-  for (int offset = kGroupThreads / 2; offset > 0; offset /= 2) {
-    F other[Op::kValues];
-#pragma unroll
-    for (int i = 0; i < Op::kValues; ++i)
-      other[i] =
-          F::of([&](int k) { return __shfl_down_sync(kWholeWarp, value[i].lane[k], offset); });
-    if (thread < offset) Op::merge(value, other);
-  }
   __shared__ float of_groups[kRowGroups][Op::kValues];
-  if (thread == 0) {
-    float lanes[kPack][Op::kValues];
-#pragma unroll
-    for (int i = 0; i < Op::kValues; ++i)
-#pragma unroll
-      for (int k = 0; k < kPack; ++k) lanes[k][i] = value[i].lane[k];
-#pragma unroll
-    for (int offset = kPack / 2; offset > 0; offset /= 2) {
-#pragma unroll
-      for (int k = 0; k < offset; ++k) Op::merge(lanes[k], lanes[k + offset]);
-    }
-#pragma unroll
-    for (int i = 0; i < Op::kValues; ++i) of_groups[block_group][i] = lanes[0][i];
-  }
+  merge_group<Op>(value, thread, of_groups[block_group]);
   __syncthreads();
   if (thread != 0 || group != 0 || !exists) return;
   int count = spans < kRowGroups ? int(spans) : kRowGroups;
@@ -403,11 +410,11 @@ void start_plain_rows(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
   if constexpr (Op::kKind == PassKind::kRowSum) {
     const int groups = groups_of(image, kSpanColumns);
-    launch(Kernel{Op::kName, row_sum_kernel<Op, kPlain, kType, kAligned>},
+    launch(NamedKernel{Op::kName, row_sum_kernel<Op, kPlain, kType, kAligned>},
            ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups);
   } else {
     const RowGrid grid(image);
-    launch(Kernel{Op::kName, row_map_kernel<Op, kPlain, kType, kAligned>}, grid.blocks, kLanes,
+    launch(NamedKernel{Op::kName, row_map_kernel<Op, kPlain, kType, kAligned>}, grid.blocks, kLanes,
            stream, args, grid);
   }
 }
@@ -436,7 +443,8 @@ void start_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
     const int groups = groups_of(image, kPassColumns);
     const auto start = [&](auto affine, auto held) {
       constexpr int kHeld = decltype(held)::value;
-      launch(Kernel{Op::kName, row_pass_kernel<Op, kLists, kType, decltype(affine)::value, kHeld>},
+      launch(NamedKernel{Op::kName,
+                         row_pass_kernel<Op, kLists, kType, decltype(affine)::value, kHeld>},
              ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups, aligned);
     };
     const auto start_held = [&](auto affine) {

@@ -5,6 +5,8 @@
 #include <ATen/ops/zeros.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+
 #include "core/backend.h"
 #include "core/ops.h"
 #include "schema.h"

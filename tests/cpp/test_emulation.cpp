@@ -65,7 +65,7 @@ __global__ void sum_by_ticket(const int* values, int* partial, unsigned* ticket,
 template <class... Args>
 std::string error_of(void (*kernel)(Args...), int threads, Args... args) {
   try {
-    launch(Kernel{"k", kernel}, 1, threads, nullptr, args...);
+    launch(NamedKernel{"k", kernel}, 1, threads, nullptr, args...);
   } catch (const std::exception& error) {
     return error.what();
   }
@@ -82,7 +82,7 @@ struct OrderScope {
 TEST(barriers_and_shared_memory) {
   std::vector<int> values(24 * 256);
   for (size_t i = 0; i < values.size(); ++i) values[i] = int(i);
-  launch(Kernel{"reverse_block", reverse_block}, 24, 256, nullptr, values.data());
+  launch(NamedKernel{"reverse_block", reverse_block}, 24, 256, nullptr, values.data());
   for (size_t i = 0; i < values.size(); ++i)
     EXPECT(values[i] == int(i / 256 * 256 + 255 - i % 256));
 }
@@ -106,7 +106,7 @@ TEST(an_order_of_threads_shows_a_missing_barrier) {
   int wrong = 0;
   for (const auto order : {emulation::Order::kForward, emulation::Order::kReverse}) {
     const OrderScope scope(order);
-    launch(Kernel{"missing_barrier", missing_barrier}, 1, 256, nullptr, values.data(), &wrong);
+    launch(NamedKernel{"missing_barrier", missing_barrier}, 1, 256, nullptr, values.data(), &wrong);
   }
   EXPECT(wrong == 1);
 }
@@ -120,7 +120,7 @@ TEST(every_block_order_ends_with_the_last_block) {
     const OrderScope scope(order);
     for (int again = 0; again < 2; ++again) {
       int total = 0, last = -1;
-      launch(Kernel{"sum_by_ticket", sum_by_ticket}, 100, 32, nullptr, values.data(),
+      launch(NamedKernel{"sum_by_ticket", sum_by_ticket}, 100, 32, nullptr, values.data(),
              partial.data(), &ticket, &total, &last);
       EXPECT(total == 4950 && ticket == 0);
       if (order == emulation::Order::kForward) EXPECT(last == 99);

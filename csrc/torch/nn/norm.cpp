@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <array>
+
 #include "nn_pass.h"
 
 namespace ampfuse {
