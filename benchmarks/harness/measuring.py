@@ -10,15 +10,18 @@ import gc
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
+
+from .without_ampfuse import load
+
+_measuring = load("measuring.py")
 
 _LONGEST_QUEUEING_MS = 200.0
 _SETTLING_S = 0.005  # threads that wait for work keep a core busy for a while
@@ -134,7 +137,7 @@ class Variant:
             return torch.cuda.max_memory_allocated(device) / 2**20
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             self.call()
-        return peak_of(profiled) / 2**20
+        return _measuring.peak_bytes(profiled) / 2**20
 
     def answer(self) -> Any:
         """The result of the call's method `answer`."""
@@ -151,34 +154,6 @@ def held_bytes(model: Any, optimizer: Any) -> int:
     tensors = [*model.parameters(), *masters, *model.buffers(), *filter(torch.is_tensor, states)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def peak_of(profiled: profile) -> int:
-    """The most bytes at one time of what was allocated while `profiled` ran. A copy of
-    ``ampfuse.measuring._peak_bytes``, because a peer's process must not import ampfuse."""
-    assert profiled.profiler is not None
-    # One by one: compiled code allocates and frees within a single event of the profiler.
-    events = _within(profiled.profiler.kineto_results.experimental_event_tree())
-    allocations = [event for event in events if event.tag == _EventType.Allocation]
-    allocated = peak = 0
-    addresses: set[int] = set()
-    for event in sorted(allocations, key=lambda event: event.start_time_ns):
-        block = event.extra_fields
-        if block.alloc_size > 0:
-            addresses.add(block.ptr)
-        elif block.ptr in addresses:
-            addresses.remove(block.ptr)
-        else:  # an older block, which the profiler took for one of an earlier call
-            continue
-        allocated += block.alloc_size
-        peak = max(peak, allocated)
-    return peak
-
-
-def _within(events: Iterable[Any]) -> Iterator[Any]:
-    for event in events:
-        yield event
-        yield from _within(event.children)
 
 
 class WorkerError(RuntimeError):

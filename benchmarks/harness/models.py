@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-# The networks of the experiments, by their file: a peer's process must not import ampfuse.
-_PATH = Path(__file__).parents[2] / "python/ampfuse/experiments/models.py"
-_SPEC = importlib.util.spec_from_file_location("experiments_models", _PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_models: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules["experiments_models"] = _models  # torch.compile looks there
-_SPEC.loader.exec_module(_models)
+from .without_ampfuse import load
+
+_models = load("experiments/models.py")
 
 
 def image_model(name: str, image_size: int = 32, channels: int = 3, **options: Any) -> nn.Module:

@@ -123,10 +123,10 @@ def tensor_memory(device: torch.device) -> Iterator[TensorPeak]:
     cpu = torch.profiler.ProfilerActivity.CPU
     with silent_stderr(), torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:
         yield peak
-    peak.mib = _peak_bytes(profiler) / 2**20
+    peak.mib = peak_bytes(profiler) / 2**20
 
 
-def _peak_bytes(profiler: torch.profiler.profile) -> int:
+def peak_bytes(profiler: torch.profiler.profile) -> int:
     """The most bytes at one time of what was allocated while `profiler` ran.
 
     torch also reports the release of an older block if an earlier profiler saw a block at that
@@ -136,6 +136,7 @@ def _peak_bytes(profiler: torch.profiler.profile) -> int:
     results = profiler.profiler.kineto_results
     assert results is not None
     events = results.experimental_event_tree()
+    # One by one: compiled code allocates and frees within a single event of the profiler.
     blocks = [event for event in _with_children(events) if event.tag == _EventType.Allocation]
     allocated = peak = 0
     addresses = set()
