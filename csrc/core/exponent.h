@@ -10,9 +10,6 @@
 
 namespace ampfuse {
 
-// Adding it rounds to an integer, for magnitudes below 2^22, and leaves that in the low bits.
-constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
-
 // e^a = 2^n power, for magnitudes of a up to 2^17; NaN of NaN. power is within two units of FP32,
 // and n an integer.
 //

@@ -17,9 +17,6 @@ HD BitsOf<F> magnitude_of(const F& x) {
   return bits_of(x) & BitsOf<F>(0x7fffffffu);
 }
 
-// 1.5 * 2^23: added to a value, it leaves the nearest integer in the lower bits.
-constexpr float kInteger = 12582912.0f;
-
 // --- split masters -------------------------------------------------------------------------------
 
 // An FP32 master as its half-precision model weight, `high`, and a `remainder`, a signed integer of
@@ -82,7 +79,8 @@ struct Split<DType::kRemainderFloat16> {
   HD static BitsOf<F> remainder(const F& x, const F& high) {
     using B = BitsOf<F>;
     const F count = (x - high) * from_bits(x, B(279u << 23) - exponent(high));
-    return select_less(magnitude_of(high), B(kInfinityBits), bits_of(count + F(kInteger)), B(0u));
+    return select_less(magnitude_of(high), B(kInfinityBits), bits_of(count + F(kRoundToInteger)),
+                       B(0u));
   }
   // If the weight was edited, the remainder may lead to a tie, or, where units become half as large
   // below it, to another weight. This cannot happen below FP16's normal numbers, whose units are
@@ -179,12 +177,12 @@ struct Quantizer {
     if constexpr (kSign) {
       const B root = shift_right<1>(bits_of(saturate(fma(magnitude, encoder, offset))));
       const F with_sign = from_bits(x, blend(B(0x80000000u), bits_of(x), root + B(kOffset)));
-      return bits_of(fma(with_sign, F(kLevels), F(kInteger)));
+      return bits_of(fma(with_sign, F(kLevels), F(kRoundToInteger)));
     }
     const F fraction = min_number(magnitude * encoder, F(kLargest));
     const F root = from_bits(x, shift_right<2>(bits_of(fraction)) + B(kOffset));
-    const B quantized = bits_of(fma(root, F(kLevels / kLargestRoot), F(kInteger)));
-    return max_signed(quantized, B(float_bits(kInteger) + 1));
+    const B quantized = bits_of(fma(root, F(kLevels / kLargestRoot), F(kRoundToInteger)));
+    return max_signed(quantized, B(float_bits(kRoundToInteger) + 1));
   }
   // `count` is the quantized value, as a float. Where it is zero, the root is what kOffset has as
   // its bits, which other roots absorb.

@@ -82,6 +82,9 @@ HD float select_equal(float a, float b, float then, float otherwise) {
   return a == b ? then : otherwise;
 }
 
+// Adding it rounds to an integer, for magnitudes below 2^22, and leaves that in the lower bits.
+constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
+
 // The bits of a value, and arithmetic on them: for float, plain integers.
 HD uint32_t bits_of(float a) { return float_bits(a); }
 HD float from_bits(float, uint32_t bits) { return bits_float(bits); }

@@ -13,11 +13,10 @@
 // A row without a master is kUnscaled outside of a pass: the end unscales its gradient in place.
 //   - begin adds the present gradient, unscaled, to `accumulated`, unless a step has used it.
 //   - end without a begin: a GradScaler unscales what autograd left.
-//   - read: .grad of a weight or of its master is read. A master in kUnscaled becomes kMirrored as
-//   well;
-//     after an end a DTensor, whose reads are not seen, is kUnscaled.
-//   - write: .grad of either is set. It is the gradient then, unscaled, and kMirrored if it is
-//   FP32.
+//   - read: .grad of a weight or of its master is read. A master in kUnscaled becomes kMirrored,
+//     too; after an end a DTensor, whose reads are not seen, is kUnscaled.
+//   - write: .grad of either is set. It is the gradient then, unscaled, and if it is FP32,
+//     kMirrored.
 // Every check, and every allocation, comes before the first change.
 #pragma once
 

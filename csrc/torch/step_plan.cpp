@@ -176,14 +176,14 @@ bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
     struct AllRowsAgain {
       Table& rows;
       ~AllRowsAgain() { rows.only = -1; }
-    } const all_rows_again{rows};
+    };
     const auto for_algorithms = [&](const auto& pass) {
+      const AllRowsAgain after{rows};
       const std::vector<Algorithm>& all = table_.algorithms();
       for (const Algorithm algorithm : all) {
         if (all.size() > 1) rows.only = algorithm.index();
         pass(algorithm);
       }
-      rows.only = -1;
     };
     for_algorithms([&](Algorithm algorithm) {
       float* const norms = backend.first_stage(rows, algorithm, state, scope.stream());
