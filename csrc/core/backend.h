@@ -19,7 +19,7 @@ namespace ampfuse {
 // The preparation of an update, after an inspection: the step is decided in `state`, then the
 // columns of the rows that have a gradient are advanced and their coefficients computed.
 struct Preparation {
-  StepState* state = nullptr;
+  StepState* state = nullptr;  // null: none in inspect(), and an error in prepare()
   StepDecision decision;
   RowColumns columns;
 };
@@ -27,7 +27,7 @@ struct Preparation {
 struct InspectArgs {
   const float* scale = nullptr;   // gradients of scaled rows are divided by it; 1 if absent
   bool scale_is_inverse = false;  // ... or multiplied, if it is 1 / scale already
-  StepState* state = nullptr;     // receives flag, sum of squares, first offending row
+  StepState* state = nullptr;     // receives flag, sum of squares, first offending row; or null
   float* kept_scale = nullptr;    // receives *scale: it may change before the gradients are used
   bool same_pass = false;         // see record_inspection()
   bool fresh = false;             // check only the gradients of this pass, see InspectOp
@@ -35,7 +35,7 @@ struct InspectArgs {
   float* norm = nullptr;       // L2 norm over all rows; may be null
   float* row_norms = nullptr;  // [rows] L2 norm of each; may be null
   float* row_largest = nullptr;  // [rows] largest magnitude of each; may be null
-  Preparation preparation;       // done last, with what was found; none if its state is null
+  Preparation preparation;       // done last, with what was found
 };
 
 // The factor by which inspect multiplies the gradients of scaled rows.
@@ -69,6 +69,8 @@ HD void update_loss_scale(const LossScale& rule, const OverflowFlags& flags, boo
   if (!fixed) update_loss_scale(rule, any);
 }
 
+// A pass that takes a `const StepState* state` returns at once, on the device, if the state says
+// skip. Null: no step was decided, and the pass runs.
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -88,7 +90,7 @@ class Backend {
   virtual void prepare(Table& table, const Preparation& preparation, void* stream) = 0;
 
   // For an algorithm with two stages: the pass of the first. Returns the norms that it measures, L2
-  // norms [kMeasures][rows] on the device; null if it measures none, and for a skipped step.
+  // norms [kMeasures][rows] on the device; null if it measures none, and on a CPU if it is skipped.
   virtual float* first_stage(Table& table, Algorithm algorithm, const StepState* state,
                              void* stream) = 0;
 
@@ -96,8 +98,8 @@ class Backend {
   // preparation, and after the calls that measure norms.
   virtual void merge(const RankResults& found, void* stream) = 0;
 
-  // The update itself, after first_stage(). Returns at once, on the device, if the state says skip.
-  // `meter`: filled by a metered step of an algorithm that steps parameters; or null.
+  // The update itself, after first_stage(). `meter`: filled by a metered step of an algorithm that
+  // steps parameters; or null.
   virtual void update(Table& table, Algorithm algorithm, const StepState* state, const Meter* meter,
                       void* stream) = 0;
 

@@ -3,6 +3,7 @@
 
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 // AMPFUSE_CHECK(ok, "what is wrong: ", value, "; do this")
 #define AMPFUSE_CHECK(condition, ...)                                            \

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "hd.h"
+#include "core/hd.h"
 
 #if defined(__CUDACC__)
 #include <cuda_fp16.h>
@@ -66,13 +66,17 @@ HD float bits_float(uint32_t bits) {
 #endif
 }
 
+// The bits of infinity; larger magnitudes are NaN. kNanBits: the NaN that results have, because
+// which one an operation makes differs between processors.
+constexpr uint32_t kInfinityBits = 0x7f800000u, kNanBits = 0x7fc00000u;
+
 HD float bfloat16_to_float(uint16_t stored) { return bits_float(uint32_t(stored) << 16); }
 
 // Integer rounding on every backend: the BF16 conversion instructions flush subnormals on x86
 // (VCVTNEPS2BF16) and depend on the architecture on NVIDIA.
 HD uint16_t float_to_bfloat16(float value) {
   const uint32_t bits = float_bits(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x0040u);  // stay a NaN
+  if ((bits & 0x7fffffffu) > kInfinityBits) return uint16_t((bits >> 16) | 0x0040u);  // stay a NaN
   return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
@@ -82,7 +86,7 @@ HD float float16_to_float(uint16_t stored) {
 #else
   const uint32_t sign = uint32_t(stored & 0x8000u) << 16;
   const uint32_t magnitude = stored & 0x7fffu;
-  if (magnitude >= 0x7c00u) return bits_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  if (magnitude >= 0x7c00u) return bits_float(sign | kInfinityBits | (magnitude & 0x3ffu) << 13);
   if (magnitude < 0x0400u) {  // subnormal: a multiple of 2^-24
     const float value = float(magnitude) * 5.9604644775390625e-8f;
     return bits_float(sign | float_bits(value));
@@ -98,8 +102,8 @@ HD uint16_t float_to_float16(float value) {
   const uint32_t bits = float_bits(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);   // NaN
-  if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);  // 65520 and above round to inf
+  if (magnitude > kInfinityBits) return uint16_t(sign | 0x7e00u);  // NaN
+  if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);   // 65520 and above round to inf
   if (magnitude < 0x38800000u) {
     // Below 2^-14 halves are multiples of 2^-24, the spacing of floats in [0.5, 1): adding 0.5
     // rounds.

@@ -50,7 +50,7 @@ struct RowHyper {
   double ema_decay = 1;                         // for kAverage
   double seed = 0;                              // for stochastic rounding: an integer below 2^32
   const float* lr_tensor = nullptr;             // device value that replaces lr
-  OnDevice on_device;                           // replaces both
+  OnDevice on_device;                           // replaces the numbers above, and lr_tensor
   int32_t flags = 0;
   int32_t algorithm = 0;  // an Algorithm's index
 };

@@ -2,7 +2,7 @@
 // parameter, its moments. A list is one such role over all rows.
 #pragma once
 
-#include "hd.h"
+#include "core/hd.h"
 
 namespace ampfuse {
 

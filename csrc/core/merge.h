@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "reduce.h"
-#include "step_state.h"
+#include "core/reduce.h"
+#include "core/step_state.h"
 
 namespace ampfuse {
 
@@ -35,10 +35,12 @@ HD void merge_states(const RankResults& found) {
     merged.sum_squares += other.sum_squares;
     if (other.found_inf != 0) merged.found_inf = 1;
     if (other.pass_found_inf != 0) merged.pass_found_inf = 1;
-    if (other.bad_row < 0 || (merged.bad_row >= 0 && other.bad_row > merged.bad_row)) continue;
-    if (other.bad_row != merged.bad_row || other.bad_bits > merged.bad_bits)
-      merged.bad_bits = other.bad_bits;
+    if (other.bad_row < 0) continue;
+    const bool is_earlier = merged.bad_row < 0 || other.bad_row < merged.bad_row;
+    const bool is_larger = other.bad_row == merged.bad_row && other.bad_bits > merged.bad_bits;
+    if (!is_earlier && !is_larger) continue;
     merged.bad_row = other.bad_row;
+    merged.bad_bits = other.bad_bits;
   }
   *found.state = merged;
 }

@@ -15,9 +15,9 @@
 
 #include <cstdint>
 
-#include "dtype.h"
-#include "hd.h"
-#include "scalar.h"
+#include "core/dtype.h"
+#include "core/hd.h"
+#include "core/scalar.h"
 
 namespace ampfuse {
 
@@ -37,7 +37,7 @@ constexpr uint32_t kSafeLargest = (127u + 50) << 23;
 constexpr uint32_t kSafeSmallest = (127u - 40) << 23;
 
 HD bool needs_rescaling(uint32_t largest) {
-  return largest != 0 && largest < 0x7f800000u &&
+  return largest != 0 && largest < kInfinityBits &&
          (largest >= kSafeLargest || largest < kSafeSmallest);
 }
 
@@ -64,11 +64,11 @@ HD float sum_pack(const float* lane) {
 HD Partial make_partial(double sum, int exponent, uint32_t largest) {
   Partial partial;
   partial.largest = largest;
-  if (largest > 0x7f800000u) {
-    partial.largest = 0x7fc00000u;  // which NaN it was differs between processors
-    partial.sum_squares = double(bits_float(0x7fc00000u));
-  } else if (largest == 0x7f800000u) {
-    partial.sum_squares = double(bits_float(0x7f800000u));
+  if (largest > kInfinityBits) {
+    partial.largest = kNanBits;
+    partial.sum_squares = double(bits_float(kNanBits));
+  } else if (largest == kInfinityBits) {
+    partial.sum_squares = double(bits_float(kInfinityBits));
   } else {
     partial.sum_squares = exponent == 0 ? sum : sum * power_of_two(2 * exponent);
   }
@@ -120,7 +120,7 @@ HD uint32_t largest_partial(const Partial* partials, int64_t count) {
 HD float norm_of(double sum_squares) {
   const double norm = square_root(sum_squares);
   const double largest = 3.4028234663852886e38;
-  return norm > largest && norm < bits_float(0x7f800000u) ? float(largest) : float(norm);
+  return norm > largest && norm < bits_float(kInfinityBits) ? float(largest) : float(norm);
 }
 
 }  // namespace ampfuse

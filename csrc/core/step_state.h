@@ -4,16 +4,13 @@
 
 #include <cstdint>
 
-#include "dtype.h"
-#include "exponent.h"
-#include "hd.h"
-#include "reduce.h"
-#include "scalar.h"
+#include "core/dtype.h"
+#include "core/exponent.h"
+#include "core/hd.h"
+#include "core/reduce.h"
+#include "core/scalar.h"
 
 namespace ampfuse {
-
-constexpr uint32_t kInfinityBits =
-    0x7f800000u;  // magnitude bits from here on are inf, above it NaN
 
 // Why a step is skipped, in StepState::skip.
 constexpr float kNonfinite = 1, kSpike = 2;
@@ -69,6 +66,9 @@ struct StepState {
   StepHistory history;
 };
 
+// Whether the step is skipped. Null: none was decided, so none is.
+HD bool is_skipped(const StepState* state) { return state != nullptr && state->skip != 0; }
+
 // Adds one inspection. `sum_squares` is of all rows; `bad_row` is -1 when every gradient was
 // finite. `same_pass`: it belongs to the pass of the inspection before it.
 HD void record_inspection(StepState& state, double sum_squares, int32_t bad_row, uint32_t bad_bits,
@@ -105,7 +105,7 @@ HD void decide_step(StepState& state, const StepDecision& decision) {
   state.skip = bad && decision.skip_nonfinite ? kNonfinite : 0;
   StepHistory& history = state.history;
   state.clip_coef = 1;
-  state.grad_norm = bits_float(0x7fc00000u);
+  state.grad_norm = bits_float(kNanBits);
   if (decision.norm_known) {
     const double norm = square_root(state.sum_squares);
     if (!bad) state.grad_norm = norm_of(state.sum_squares);

@@ -8,11 +8,11 @@
 #include <memory>
 #include <vector>
 
-#include "dtype.h"
-#include "hyper.h"
-#include "lists.h"
-#include "quantized.h"
-#include "reduce.h"
+#include "core/dtype.h"
+#include "core/hyper.h"
+#include "core/lists.h"
+#include "core/quantized.h"
+#include "core/reduce.h"
 
 namespace ampfuse {
 

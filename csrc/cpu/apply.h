@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "known_types.h"
 #include "stage.h"
 #include "walk.h"
 
@@ -14,7 +15,7 @@ template <class F, class Op, class Types>
 HD bool apply_chunk(const Op& op, const Walk& walk, const Types& types) {
   const ChunkLists lists = walk.lists;
   typename F::Magnitude largest;
-  for_steps<F, F::kWidth, Prefetch<Op::kReads>>(
+  for_steps<F::kWidth, Prefetch<Op::kReads>>(
       walk, types, (Op::kReads | Op::kWrites) & ~kRewritten,
       [&](int64_t i, int count, auto whole, const auto& fetch) __attribute__((always_inline)) {
         fetch(0);
@@ -36,7 +37,7 @@ HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
   constexpr int kVectors = kLine / F::kWidth;
   constexpr unsigned kStored = Op::kWrites & ~bit(kModel);
   const ChunkLists lists = walk.lists;
-  for_steps<F, kLine, Prefetch<Op::kReads>>(
+  for_steps<kLine, Prefetch<Op::kReads>>(
       walk, types, (Op::kReads | kStored) & ~kRewritten,
       [&](int64_t i, int, auto, const auto& fetch) __attribute__((always_inline)) {
         F model[kVectors];
@@ -53,12 +54,12 @@ HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
       });
 }
 
-// Applies an op to one chunk by blocks: run(i, count, whole, take) runs it on one.
+// Applies an op to one chunk by blocks: run(i, count, whole, fetch, after) runs it on one.
 template <class F, class Op, class Types, class Run>
 HD bool apply_blocks(const Walk& walk, const Types& types, const Run& run) {
   static_assert(kChunk % kBlock == 0);
   typename F::Magnitude largest;
-  for_steps<F, kBlock, Prefetch<Op::kReads>>(
+  for_steps<kBlock, Prefetch<Op::kReads>>(
       walk, types, (Op::kReads | Op::kWrites) & ~kRewritten,
       [&](int64_t i, int count, auto whole, const auto& fetch) __attribute__((always_inline)) {
         run(i, count, whole, fetch, [&](int64_t, int, auto, const F(&x)[kLists]) HD_LAMBDA {
@@ -81,13 +82,13 @@ bool apply_op(const Op& given, const Walk& walk) {
     using Types = std::decay_t<decltype(types)>;
     if constexpr (!Types::kKnown) {
       found = apply_blocks<F, Op>(walk, types,
-                                  [&](int64_t i, int n, auto, const auto& fetch, const auto& take)
-                                      HD_LAMBDA { run_staged<F>(op, lists, i, n, fetch, take); });
+                                  [&](int64_t i, int n, auto, const auto& fetch, const auto& after)
+                                      HD_LAMBDA { run_staged<F>(op, lists, i, n, fetch, after); });
     } else if constexpr (!Types::kByVectors) {
       apply_blocks<F, Op>(
           walk, types,
-          [&](int64_t i, int n, auto whole, const auto& fetch, const auto& take) HD_LAMBDA {
-            run_block<F, Op::kWrites, decltype(whole)::value, Types>(op, lists, i, n, fetch, take);
+          [&](int64_t i, int n, auto whole, const auto& fetch, const auto& after) HD_LAMBDA {
+            run_block<F, Op::kWrites, decltype(whole)::value, Types>(op, lists, i, n, fetch, after);
           });
     } else {
       if constexpr (Op::kWrites & bit(kModel)) {

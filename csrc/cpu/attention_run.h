@@ -8,14 +8,6 @@
 namespace ampfuse {
 namespace {
 
-// run(whole, c, count) for each vector of columns [begin, end).
-template <class F, class Run>
-HD void for_vectors(int64_t begin, int64_t end, const Run& run) {
-  int64_t c = begin;
-  for (; c + F::kWidth <= end; c += F::kWidth) run(std::true_type(), c, F::kWidth);
-  if (c < end) run(std::false_type(), c, int(end - c));
-}
-
 template <DType kType, class F, bool kWhole, class T>
 HD F load(const T* data, int64_t c, int count) {
   using Lanes = typename F::template Lanes<kType>;
@@ -66,7 +58,7 @@ void AttentionKernel<F>::softmax(const ScoreRows& block, const float* scores, ui
   for (int64_t row = 0; row < block.rows; ++row, scores += block.stride, p += block.stride) {
     const int64_t end = block.end(row);
     RowLanes16<F> highest(-__builtin_inff());
-    for_vectors<F>(0, end, [&](auto whole, int64_t c, int count) HD_LAMBDA {
+    for_columns<F>(end, [&](auto whole, int64_t c, int count) HD_LAMBDA {
       const uint32_t bits = column_bits<whole, F>(0, count);
       F x = load<kFloat, F, whole>(scores, c, count) * scale;
       if constexpr (!whole) x = keep(bits, x) + keep(~bits, F(-__builtin_inff()));
@@ -75,7 +67,7 @@ void AttentionKernel<F>::softmax(const ScoreRows& block, const float* scores, ui
     float max = -__builtin_inff();
     highest.each([&](float lane) HD_LAMBDA { max = max_nan(max, lane); });
     RowLanes16<F> sums(0);
-    for_vectors<F>(0, end, [&](auto whole, int64_t c, int count) HD_LAMBDA {
+    for_columns<F>(end, [&](auto whole, int64_t c, int count) HD_LAMBDA {
       const F x = load<kFloat, F, whole>(scores, c, count);
       const F power = exponential(fma(x, scale, F(-max)));
       store_half<whole>(power, p, c, count);
@@ -94,7 +86,7 @@ void AttentionKernel<F>::gradient(const ScoreRows& block, const float* scores, c
   constexpr DType kFloat = DType::kFloat32;
   const F scale(block.scale);
   for (int64_t row = 0; row < block.rows; ++row) {
-    for_vectors<F>(0, block.columns, [&](auto whole, int64_t c, int count) HD_LAMBDA {
+    for_columns<F>(block.columns, [&](auto whole, int64_t c, int count) HD_LAMBDA {
       const auto at = [&](const float* data)
                           HD_LAMBDA { return load<kFloat, F, whole>(data, c, count); };
       const F power = exponential(at(scores) * scale - at(lse));
@@ -112,7 +104,7 @@ void AttentionKernel<F>::gradient(const ScoreRows& block, const float* scores, c
 
 template <class F>
 void AttentionKernel<F>::narrow(const float* x, float factor, int64_t count, uint16_t* y) {
-  for_vectors<F>(0, count, [&](auto whole, int64_t c, int lanes) HD_LAMBDA {
+  for_columns<F>(count, [&](auto whole, int64_t c, int lanes) HD_LAMBDA {
     store_half<whole>(load<DType::kFloat32, F, whole>(x, c, lanes) * F(factor), y, c, lanes);
   });
 }
@@ -121,7 +113,7 @@ template <class F>
 float AttentionKernel<F>::dot(const uint16_t* x, const uint16_t* y, int64_t count) {
   constexpr DType kHalf = DType::kBFloat16;
   RowLanes16<F> sums(0);
-  for_vectors<F>(0, count, [&](auto whole, int64_t c, int lanes) HD_LAMBDA {
+  for_columns<F>(count, [&](auto whole, int64_t c, int lanes) HD_LAMBDA {
     const F product = load<kHalf, F, whole>(x, c, lanes) * load<kHalf, F, whole>(y, c, lanes);
     sums.at(c) = sums.at(c) + keep(column_bits<whole, F>(0, lanes), product);
   });

@@ -62,6 +62,7 @@ void for_chunks(Table& table, const Body& body) {
   });
 }
 
+// What a function computes itself is in a FloatMode of its own; share_out() has one for the rest.
 class CpuBackend : public Backend {
  public:
   void inspect(Table& table, const InspectArgs& args, void*) override {
@@ -70,7 +71,7 @@ class CpuBackend : public Backend {
     Pass pass;
     pass.a = inverse_scale(args);
     pass.b = args.fresh;
-    run<InspectOp<>>(table, pass);
+    run_op<InspectOp<>>(table, pass);
     int32_t bad_row = -1;
     uint32_t bad_bits = 0;
     for (int64_t c = 0; c < view.chunk_count; ++c) {
@@ -83,14 +84,15 @@ class CpuBackend : public Backend {
     keep_scale(args);
     if (args.found_inf && bad_row >= 0) *args.found_inf = 1;
     if (args.norm) *args.norm = norm_of(sum);
-    if (args.row_norms || args.row_largest) add_rows(view, 1, args.row_norms, args.row_largest);
+    if (args.row_norms || args.row_largest)
+      write_row_norms(view, 1, args.row_norms, args.row_largest);
     if (args.preparation.state) prepare(table, args.preparation, nullptr);
   }
 
   void measure_params(Table& table, float* row_norms, void*) override {
     const FloatMode standard;
-    run<ParamNormOp>(table, {});
-    add_rows(view_of(table), 1, row_norms, nullptr);
+    run_op<ParamNormOp>(table, {});
+    write_row_norms(view_of(table), 1, row_norms, nullptr);
   }
 
   void prepare(Table& table, const Preparation& preparation, void*) override {
@@ -108,16 +110,16 @@ class CpuBackend : public Backend {
 
   float* first_stage(Table& table, Algorithm algorithm, const StepState* state, void*) override {
     float* norms = nullptr;
-    if (state->skip != 0) return norms;
+    if (is_skipped(state)) return norms;
     const TableView view = view_of(table);
     visit(algorithm, [&](auto type) {
       using Before = typename decltype(type)::type::Before;
       if constexpr (!std::is_void_v<Before>) {
         const FloatMode standard;
-        run<Before>(table, {});
+        run_op<Before>(table, {});
         if constexpr (Before::kMeasured != 0) {
           norms = view.norms;
-          add_rows(view, count_lists(Before::kMeasured), norms, nullptr);
+          write_row_norms(view, count_lists(Before::kMeasured), norms, nullptr);
         }
       }
     });
@@ -126,13 +128,13 @@ class CpuBackend : public Backend {
 
   void update(Table& table, Algorithm algorithm, const StepState* state, const Meter* meter,
               void*) override {
-    if (state->skip != 0) return;
+    if (is_skipped(state)) return;
     visit(algorithm, [&](auto type) {
       using Op = typename decltype(type)::type;
       if constexpr (Op::kWrites & bit(kParam)) {
         if (meter != nullptr) return run_metered<Op>(table, *meter);
       }
-      if constexpr (Op::kWrites != 0) run<Op>(table, {});
+      if constexpr (Op::kWrites != 0) run_op<Op>(table, {});
     });
   }
 
@@ -142,12 +144,13 @@ class CpuBackend : public Backend {
       Pass pass;
       pass.a = args.a;
       pass.b = args.b;
-      run<typename decltype(type)::type>(table, pass, &found_inf);
+      run_op<typename decltype(type)::type>(table, pass, &found_inf);
     });
     if (found_inf && args.found_inf) *args.found_inf = 1;
   }
 
   void update_scale(const LossScale& rule, const OverflowFlags& flags, bool fixed, void*) override {
+    const FloatMode standard;
     update_loss_scale(rule, flags, fixed);
   }
 
@@ -155,7 +158,7 @@ class CpuBackend : public Backend {
 
  private:
   template <class Op>
-  static void run(Table& table, const Pass& pass, std::atomic<bool>* found_inf = nullptr) {
+  static void run_op(Table& table, const Pass& pass, std::atomic<bool>* found_inf = nullptr) {
     const TableView view = view_of(table);
     for_chunks(table, [&](int64_t begin, int64_t end) {
       bool found = false;
@@ -172,13 +175,13 @@ class CpuBackend : public Backend {
     const FloatMode standard;
     Pass pass;
     pass.meter = meter;
-    run<Metered<Op>>(table, pass);
-    add_rows(view_of(table), count_lists(Metered<Op>::kMeasured), meter.norms, nullptr);
+    run_op<Metered<Op>>(table, pass);
+    write_row_norms(view_of(table), count_lists(Metered<Op>::kMeasured), meter.norms, nullptr);
   }
 
   // Computes the norm and largest magnitude of each row from partials: [measures][rows], either may
   // be null.
-  static void add_rows(const TableView& view, int measures, float* norms, float* largest) {
+  static void write_row_norms(const TableView& view, int measures, float* norms, float* largest) {
     for (int64_t i = 0; i < measures * view.rows; ++i) {
       const int64_t row = i % view.rows;
       if (!view.is_meant(row)) continue;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/metered.h"
-#include "walk.h"
+#include "vector.h"
 
 namespace ampfuse {
 namespace {
@@ -29,7 +29,7 @@ struct Counts {
 // Writes the bits of `count` elements from i on. A narrow value leaves the rest of a byte to the
 // next one.
 template <int kWidth>
-HD void store_bits(uint32_t marks, uint8_t* bits, int64_t i, int count) {
+HD void store_marks(uint32_t marks, uint8_t* bits, int64_t i, int count) {
   if constexpr (kWidth < 8) {
     const uint8_t before = i % 8 == 0 ? 0 : bits[i / 8];
     bits[i / 8] = uint8_t(before | marks << i % 8);
@@ -49,7 +49,7 @@ HD void count_vector(const Types& types, int64_t i, int count, F (&x)[kLists], C
   counts.moved += uint32_t(__builtin_popcount(marks.moved & there));
   counts.zero += uint32_t(__builtin_popcount(marks.zero & there));
   counts.tiny += uint32_t(__builtin_popcount(marks.tiny & there));
-  if (counts.bits != nullptr) store_bits<F::kWidth>(marks.changed & there, counts.bits, i, count);
+  if (counts.bits != nullptr) store_marks<F::kWidth>(marks.changed & there, counts.bits, i, count);
   if (is_sampled(i)) {
     float gradient[F::kWidth];
     store_vector(x[kGrad], gradient, DType::kFloat32, 0);

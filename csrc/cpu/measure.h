@@ -4,13 +4,14 @@
 
 #include "count.h"
 #include "kernels.h"
+#include "known_types.h"
 #include "stage.h"
 #include "walk.h"
 
 namespace ampfuse {
 namespace {
 
-constexpr DType kSums = DType::kFloat32;
+constexpr DType kSumType = DType::kFloat32;
 
 // The chunk's part of each measured norm, in the order of the lists: the virtual lanes of one tile
 // (see reduce.h), those that the chunk has elements for, and the largest magnitude.
@@ -28,7 +29,7 @@ constexpr unsigned kStreamed = Op::kMetered ? bit(kModel) : 0;
 // Takes one vector as the op left it: counts it if the op is metered, and calls add(m, x) for each
 // measured list.
 template <class Op, bool kWhole, class F, class Types, class Add>
-HD void measure_values(const ChunkLists& lists, const Types& types, int64_t i, int count,
+HD void measure_vector(const ChunkLists& lists, const Types& types, int64_t i, int count,
                        F (&x)[kLists], Counts* counts, const Add& add) {
   if constexpr (Op::kMetered) {
     if constexpr (Types::kKnown) {
@@ -46,21 +47,13 @@ HD void measure_values(const ChunkLists& lists, const Types& types, int64_t i, i
   }
 }
 
-template <class F, bool kWhole, class Op, class Types, class Add>
-HD void measure_vector(const Op& op, const ChunkLists& lists, const Types& types, int64_t i,
-                       int count, Counts* counts, const Add& add) {
-  F x[kLists];
-  run_vector<F, kWhole, Op::kWrites & ~kStreamed<Op>>(op, lists, types, i, count, x);
-  measure_values<Op, kWhole>(lists, types, i, count, x, counts, add);
-}
-
 // Adds squares tile after tile, the lanes in memory.
 template <class F, class Op, class Types>
 HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const float* rescale,
                      Sums<Op>& sums, Counts* counts) {
   constexpr int kCount = Sums<Op>::kCount;
   const ChunkLists lists = walk.lists;
-  Counts mine;  // in registers
+  Counts mine;  // a copy that no store to a list can change
   if constexpr (Op::kMetered) mine.bits = counts->bits;
   typename F::Magnitude largest[kCount];
   // The last pack, and the last vector, may reach past the last element.
@@ -78,14 +71,14 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
         largest[m].include(x);
         square = x * F(rescale[m]);
       }
-      store_vector(fma(square, square, load_vector<F>(sum, kSums, 0)), sum, kSums, 0);
+      store_vector(fma(square, square, load_vector<F>(sum, kSumType, 0)), sum, kSumType, 0);
     };
   };
   const auto measure = [&](int64_t i, int n, auto whole, F(&x)[kLists]) HD_LAMBDA {
-    measure_values<Op, decltype(whole)::value>(lists, types, i, n, x, &mine, add_at(i));
+    measure_vector<Op, decltype(whole)::value>(lists, types, i, n, x, &mine, add_at(i));
   };
   constexpr int kStep = Types::kByVectors ? F::kWidth : kBlock;
-  for_steps<F, kStep, Prefetch<Op::kReads>>(
+  for_steps<kStep, Prefetch<Op::kReads>>(
       walk, types, kFetched,
       [&](int64_t i, int count, auto whole, const auto& fetch) __attribute__((always_inline)) {
         constexpr bool kWhole = decltype(whole)::value;
@@ -126,17 +119,20 @@ HD void add_by_lines(const Op& op, const Walk& walk, const Types& types, const f
       fetch_line<Op::kReads>(walk.next, types, i);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        measure_vector<F, true>(op, lists, types, i + v * F::kWidth, F::kWidth, nullptr,
-                                [&](int, const F& x) __attribute__((always_inline)) {
-                                  largest.include(x);
-                                  const F square = x * factor;
-                                  sum[v] = fma(square, square, sum[v]);
-                                });
+        const int64_t first = i + v * F::kWidth;
+        F x[kLists];
+        run_vector<F, true, Op::kWrites>(op, lists, types, first, F::kWidth, x);
+        measure_vector<Op, true>(lists, types, first, F::kWidth, x, nullptr,
+                                 [&](int, const F& value) __attribute__((always_inline)) {
+                                   largest.include(value);
+                                   const F square = value * factor;
+                                   sum[v] = fma(square, square, sum[v]);
+                                 });
       }
     }
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v)
-      store_vector(sum[v], sums.lane[0] + lane + v * F::kWidth, kSums, 0);
+      store_vector(sum[v], sums.lane[0] + lane + v * F::kWidth, kSumType, 0);
   }
   sums.largest[0] = largest.reduce();
 }

@@ -67,63 +67,82 @@ struct SpanSum {
   bool writes() const { return true; }
 };
 
+// A sum over the rows of each channel, in three phases that each thread has a share of.
 template <class Op>
-void sum(const NnArgs& args) {
-  constexpr int kCoefs = Op::kCoefs;
-  const ImageRows& image = args.image;
-  const int64_t spans = image.spans(), groups = groups_of(image);
-  auto* const partials = static_cast<typename Op::Partial*>(args.partials);  // [channels][spans]
-  std::vector<Group> coefs(spans * kCoefs * groups);
-  const auto coefs_of = [&](int64_t span) { return coefs.data() + span * kCoefs * groups; };
-  if constexpr (!Op::kCoefsOfRow) {
-    share_out(spans * image.channels, [&](int64_t piece, int64_t pieces) {
-      const int64_t end = spans * (piece + 1) / pieces;
-      for (int64_t span = spans * piece / pieces; span < end; ++span)
-        fill_coefs<Op>(args, span * kSpanRows, coefs_of(span)->value);
+class ChannelSums {
+ public:
+  explicit ChannelSums(const NnArgs& args) : args_(args) {}
+
+  void run() {
+    if constexpr (!Op::kCoefsOfRow) {
+      share_out(spans_ * image_.channels, [&](int64_t piece, int64_t pieces) {
+        const int64_t end = spans_ * (piece + 1) / pieces;
+        for (int64_t span = spans_ * piece / pieces; span < end; ++span)
+          fill_coefs<Op>(args_, span * kSpanRows, coefs_of(span)->value);
+      });
+    }
+    share_out(elements(image_), [&](int64_t piece, int64_t pieces) {
+      sum_parts(parts_ * piece / pieces, parts_ * (piece + 1) / pieces);
+    });
+    // A channel's divisions and root take as long as this many elements.
+    constexpr int64_t kElements = 64;
+    share_out(image_.channels * (kElements + parts_), [&](int64_t piece, int64_t pieces) {
+      const int64_t end = groups_ * (piece + 1) / pieces;
+      for (int64_t group = groups_ * piece / pieces; group < end; ++group) finish_group(group);
     });
   }
-  // If there are few spans, they are divided into tiles, so that every thread has a part. Each part
-  // has two sums.
-  const int64_t height = spans < 16 ? kTileRows : kSpanRows;
-  const int64_t parts = ceil_div(image.rows, height), parts_of_span = kSpanRows / height;
-  const std::unique_ptr<Group[]> sums(new Group[parts * 2 * groups]);
-  share_out(elements(image), [&](int64_t piece, int64_t pieces) {
-    const int64_t end = parts * (piece + 1) / pieces;
-    std::vector<Group> tile(2 * groups);
+
+ private:
+  static constexpr int kCoefs = Op::kCoefs;
+
+  Group* coefs_of(int64_t span) { return coefs_.data() + span * kCoefs * groups_; }
+  // The first sums of all groups, and then the second ones.
+  Group* sums_of(int64_t part) { return sums_.get() + part * 2 * groups_; }
+
+  void sum_parts(int64_t begin, int64_t end) {
+    std::vector<Group> tile(2 * groups_);
     with_kernel<Op>([&](auto kernel) {
-      for (int64_t part = parts * piece / pieces; part < end; ++part)
-        kernel.sum(args, coefs_of(part / parts_of_span)->value, part * height,
-                   std::min((part + 1) * height, image.rows), tile.data()->value,
-                   sums[part * 2 * groups].value);
+      for (int64_t part = begin; part < end; ++part)
+        kernel.sum(args_, coefs_of(part / parts_of_span_)->value, part * height_,
+                   std::min((part + 1) * height_, image_.rows), tile.data()->value,
+                   sums_of(part)->value);
     });
-  });
-  // A channel's divisions and root take as long as this many elements.
-  constexpr int64_t kElements = 64;
-  share_out(image.channels * (kElements + parts), [&](int64_t piece, int64_t pieces) {
-    for (int64_t group = groups * piece / pieces; group < groups * (piece + 1) / pieces; ++group) {
-      const int64_t begin = group * kMaskChannels,
-                    end = std::min(begin + kMaskChannels, image.channels);
-      for (int64_t span = 0; span < spans; ++span) {
-        Group first = {}, second = {};
-        const int64_t last = std::min((span + 1) * parts_of_span, parts);
-        for (int64_t part = span * parts_of_span; part < last; ++part) {
-          const Group* const sum = &sums[part * 2 * groups + group];
-          for (int i = 0; i < kMaskChannels; ++i) first.value[i] += sum[0].value[i];
-          for (int i = 0; i < kMaskChannels; ++i) second.value[i] += sum[groups].value[i];
-        }
-        for (int64_t c = begin; c < end; ++c) {
-          float coef[kCoefs];
-          for (int k = 0; k < kCoefs; ++k)
-            coef[k] = coefs_of(span)[k * groups + group].value[c - begin];
-          partials[c * spans + span] =
-              Op::partial(coef, first.value[c - begin], second.value[c - begin]);
-        }
+  }
+
+  // The partials of a group's channels, and their results.
+  void finish_group(int64_t group) {
+    auto* const partials = static_cast<typename Op::Partial*>(args_.partials);  // [channels][spans]
+    const int64_t begin = group * kMaskChannels,
+                  end = std::min(begin + kMaskChannels, image_.channels);
+    for (int64_t span = 0; span < spans_; ++span) {
+      Group first = {}, second = {};
+      const int64_t last = std::min((span + 1) * parts_of_span_, parts_);
+      for (int64_t part = span * parts_of_span_; part < last; ++part) {
+        const Group* const sum = sums_of(part) + group;
+        for (int i = 0; i < kMaskChannels; ++i) first.value[i] += sum[0].value[i];
+        for (int i = 0; i < kMaskChannels; ++i) second.value[i] += sum[groups_].value[i];
       }
-      for (int64_t c = begin; c < end; ++c)
-        Op::finish(args, c, partials + c * spans, SpanSum{spans});
+      for (int64_t c = begin; c < end; ++c) {
+        float coef[kCoefs];
+        for (int k = 0; k < kCoefs; ++k)
+          coef[k] = coefs_of(span)[k * groups_ + group].value[c - begin];
+        partials[c * spans_ + span] =
+            Op::partial(coef, first.value[c - begin], second.value[c - begin]);
+      }
     }
-  });
-}
+    for (int64_t c = begin; c < end; ++c)
+      Op::finish(args_, c, partials + c * spans_, SpanSum{spans_});
+  }
+
+  const NnArgs& args_;
+  const ImageRows& image_ = args_.image;
+  const int64_t spans_ = image_.spans(), groups_ = groups_of(image_);
+  // If there are few spans, they are divided into tiles, so that every thread has a part.
+  const int64_t height_ = spans_ < 16 ? kTileRows : kSpanRows;
+  const int64_t parts_ = ceil_div(image_.rows, height_), parts_of_span_ = kSpanRows / height_;
+  std::vector<Group> coefs_ = std::vector<Group>(spans_ * kCoefs * groups_);
+  const std::unique_ptr<Group[]> sums_{new Group[parts_ * 2 * groups_]};
+};
 
 // Weights and biases of all columns in FP32.
 std::vector<float> affine_of(const NnArgs& args) {
@@ -162,7 +181,7 @@ void run_nn(NnOp op, const NnArgs& args) {
   visit(op, [&](auto type) {
     using Op = typename decltype(type)::type;
     if constexpr (Op::kKind == PassKind::kChannelSum) {
-      sum<Op>(args);
+      ChannelSums<Op>(args).run();
     } else if constexpr (Op::kKind == PassKind::kChannelMap) {
       map<Op>(args);
     } else {

@@ -134,14 +134,14 @@ HD void add_row(const NnArgs& args, int64_t row, const float* coefs, float* sums
     const uint32_t bits = mask_bits<Op, whole>(args, row, c, count);
     for_group_vectors<F>([&](int v) HD_LAMBDA {
       float *const first = sums + c + v, *const second = first + stride;
-      F x[kMaxImages] = {}, one = load_floats<F>(first), other = load_floats<F>(second);
+      F x[kMaxImages] = {}, first_sum = load_floats<F>(first), second_sum = load_floats<F>(second);
       for (int k = 0; k < Op::kCoefs && !Op::kCoefsOfRow; ++k)
         coef[k] = load_floats<F>(coefs + k * stride + c + v);
       load_images<kRead, Lanes, whole>(args, row, c, v, count, x);
-      Op::template add<kLists>(x, coef, bits >> v, one, other);
+      Op::template add<kLists>(x, coef, bits >> v, first_sum, second_sum);
       store_images<kWritten, Lanes, whole>(args, row, c, v, count, x);
-      store_floats(one, first);
-      store_floats(other, second);
+      store_floats(first_sum, first);
+      store_floats(second_sum, second);
     });
   });
 }
@@ -180,9 +180,9 @@ void NnKernel<Isa, Op>::map(NnArgs args, const float* coefs, int64_t begin, int6
                    for (int k = 0; k < Op::kCoefs; ++k)
                      coef[k] = load_floats<Isa>(coefs + k * stride + c + first);
                    load_images<kRead, Lanes, whole>(args, row, c, first, count, x);
-                   uint32_t some = bits >> first;
-                   Op::template apply<lists>(x, coef, some);
-                   written |= some << first;
+                   uint32_t bits_of_vector = bits >> first;
+                   Op::template apply<lists>(x, coef, bits_of_vector);
+                   written |= bits_of_vector << first;
                    store_images<kWritten, Lanes, whole>(args, row, c, first, count, x);
                  });
                  if constexpr (kWritten & kMask)

@@ -103,6 +103,14 @@ HD void sum_row(const Sum& sum, int64_t columns, float (&result)[Sum::kValues]) 
   for (int k = 0; k < Sum::kValues; ++k) result[k] = row_values.value[k][0];
 }
 
+// run(whole, c, count) for each vector of a row of `columns`.
+template <class F, class Run>
+HD void for_columns(int64_t columns, const Run& run) {
+  int64_t c = 0;
+  for (; c + F::kWidth <= columns; c += F::kWidth) run(std::true_type(), c, F::kWidth);
+  if (c < columns) run(std::false_type(), c, int(columns - c));
+}
+
 // A bit for each column of vector `first` that exists.
 template <bool kWhole, class F>
 HD uint32_t column_bits(int first, int count) {
@@ -218,10 +226,8 @@ HD void pass_row(const NnArgs& args, int64_t row, const float* affine, float (&c
     pass_row<Isa, Op, kLists, Lanes, kStage + 1>(args, row, affine, coef);
   } else {
     const float* biases = affine + coef_stride(args.image);
-    int64_t c = 0;
-    for (; c + Isa::kWidth <= columns; c += Isa::kWidth)
-      stage.template map<true>(biases, c, Isa::kWidth);
-    if (c < columns) stage.template map<false>(biases, c, int(columns - c));
+    for_columns<Isa>(columns, [&](auto whole, int64_t c, int count)
+                                  HD_LAMBDA { stage.template map<whole>(biases, c, count); });
   }
 }
 
@@ -285,16 +291,13 @@ void NnKernel<Isa, Op>::row_map(NnArgs args, int64_t begin, int64_t end) {
       for (int k = 0; k < Op::kCoefs; ++k) all[k] = Isa(coef[k]);
       const int64_t target = args.targets[row];
       const float x = load_float(input, dtype, target);  // the output may be the input
-      const auto map = [&](auto whole, int64_t c, int count) HD_LAMBDA {
+      for_columns<Isa>(columns, [&](auto whole, int64_t c, int count) HD_LAMBDA {
         Isa weight(1.0f);
         if constexpr (!plain) weight = load_weight<Isa, whole>(weights, c, 0, count);
         const Isa y = Op::template apply<plain>(load_at<Lanes, Isa, whole>(input, c, 0, count), all,
                                                 weight, 0);
         store_at<Lanes, Isa, whole>(y, output, c, 0, count);
-      };
-      int64_t c = 0;
-      for (; c + Isa::kWidth <= columns; c += Isa::kWidth) map(std::true_type(), c, Isa::kWidth);
-      if (c < columns) map(std::false_type(), c, int(columns - c));
+      });
       const float weight = weights ? weights[target] : 1.0f;
       store_float(output, dtype, target, Op::template apply<plain>(x, coef, weight, 1));
     }

@@ -3,7 +3,9 @@
 // one for each type, and none branches on types within.
 #pragma once
 
-#include "walk.h"
+#include "core/ops/op.h"
+#include "known_types.h"
+#include "run_vector.h"
 
 namespace ampfuse {
 namespace {
@@ -123,11 +125,12 @@ void narrow_list(const ChunkLists& lists, int list, int64_t first, int count, co
   });
 }
 
-// Runs the op on the `count` elements from `first` on, at most a block, and stores what it writes;
-// take(i, count, whole, x) has each vector with what the op left.
-template <class F, class Op, class Fetch, class Take>
+// Runs the op on the `count` elements from `first` on, at most a block, and stores what it writes.
+// Calls fetch(i) before each vector (see walk.h) and after(i, count, whole, x) with what the op
+// left.
+template <class F, class Op, class Fetch, class After>
 HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int count,
-                   const Fetch& fetch, const Take& take) {
+                   const Fetch& fetch, const After& after) {
   alignas(kCacheLine) static const float kZeros[kBlock] = {};
   alignas(kCacheLine) float stage[kLists][kBlock];
   const float* read[kLists];
@@ -171,7 +174,7 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
         store_first(x[list], written[list], kFloats, i, n);
       }
     }
-    take(first + i, n, whole, x);
+    after(first + i, n, whole, x);
   });
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
@@ -182,16 +185,17 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
 
 // Runs the op on the `count` elements from `first` on, at most a block, whose types are known
 // except those of quantized lists: these are widened into floats before and narrowed after.
-template <class F, unsigned kStored, bool kWhole, class Types, class Op, class Fetch, class Take>
+template <class F, unsigned kStored, bool kWhole, class Types, class Op, class Fetch, class After>
 HD void run_block(const Op& op, const ChunkLists& given, int64_t first, int count,
-                  const Fetch& fetch, const Take& take) {
+                  const Fetch& fetch, const After& after) {
   constexpr unsigned kQuantizedStates = Types::kQuantizedStates;
   alignas(kCacheLine) float stage[kMaxStates][kBlock];
   ChunkLists lists = given;
   UNROLL_LISTS
   for (int s = 0; s < kMaxStates; ++s) {
     if (!(kQuantizedStates & bit(kState0 + s))) continue;
-    // Where element 0 would be, if the chunk's others were there too.
+    // Where the chunk's element 0 would be, so that element first + i is stage[s][i]. (As a number:
+    // no pointer may point so far before an array.)
     const auto block = reinterpret_cast<uintptr_t>(stage[s]);
     lists.data[kState0 + s] = reinterpret_cast<char*>(block - uintptr_t(first) * sizeof(float));
     decode_block<F>(given, kState0 + s, first, count, stage[s]);
@@ -201,7 +205,7 @@ HD void run_block(const Op& op, const ChunkLists& given, int64_t first, int coun
     F x[kLists];
     run_vector<F, decltype(whole)::value, kStored>(op, lists, typename Types::Widened(), first + i,
                                                    n, x);
-    take(first + i, n, whole, x);
+    after(first + i, n, whole, x);
   });
   // All scales come before all quantized values: each waits for its block's largest and a division.
   float scale[kMaxStates];

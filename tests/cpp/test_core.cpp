@@ -138,6 +138,19 @@ TEST(steps) {
   }
 }
 
+TEST(steps_without_a_decision_are_not_skipped) {
+  for (const Algorithm algorithm : {Algorithm::of<AdamOp>(), Algorithm::of<LambOp>()}) {
+    Pair decided(optimizer_rows()), undecided(optimizer_rows());
+    decided.both([&](World& world) { world.step(algorithm); });
+    undecided.both([&](World& world) {
+      world.knows_decision = false;
+      world.step(algorithm);
+    });
+    undecided.expect_same();
+    expect_same(decided.cpu, undecided.cpu);
+  }
+}
+
 // Each row as in a table of its algorithm alone.
 TEST(several_algorithms) {
   const std::vector<Algorithm> mixed = {Algorithm::of<AdamOp>(), Algorithm::of<LambOp>(),

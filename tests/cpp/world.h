@@ -256,10 +256,11 @@ class World {
     } else {
       inspect(stream, preparation);
     }
+    const StepState* const decided = knows_decision ? state.get() : nullptr;
     for (const Algorithm algorithm : algorithms) {
       table->only = algorithms.size() > 1 ? algorithm.index() : -1;
-      backend().first_stage(*table, algorithm, state.get(), stream);
-      backend().update(*table, algorithm, state.get(), meter, stream);
+      backend().first_stage(*table, algorithm, decided, stream);
+      backend().update(*table, algorithm, decided, meter, stream);
     }
     table->only = -1;
   }
@@ -270,6 +271,7 @@ class World {
   bool layerwise = false;        // the norms of parameters take part
   bool apart = false;            // the inspection and the preparation are two calls
   bool fresh = false;            // an inspection judges new gradients alone
+  bool knows_decision = true;    // the passes of a step get its state, and not null
   const Meter* meter = nullptr;  // steps are metered
   Cell<float> steps, found_inf, norm, row_norms, row_largest, param_norms, norm_averages,
       loss_scale;
