@@ -3,13 +3,21 @@
 // sits.
 #pragma once
 
+#include "chunk_lists.h"
 #include "kernels.h"
-#include "known_types.h"
 #include "stage.h"
 #include "walk.h"
 
 namespace ampfuse {
 namespace {
+
+template <class Op, class F>
+HD void include_checked(const F (&x)[kLists], typename F::Magnitude& largest) {
+  UNROLL_LISTS
+  for (int list = 0; list < kLists; ++list) {
+    if (Op::kChecked & bit(list)) largest.include(x[list]);
+  }
+}
 
 template <class F, class Op, class Types>
 HD bool apply_chunk(const Op& op, const Walk& walk, const Types& types) {
@@ -21,10 +29,7 @@ HD bool apply_chunk(const Op& op, const Walk& walk, const Types& types) {
         fetch(0);
         F x[kLists];
         run_vector<F, decltype(whole)::value, Op::kWrites>(op, lists, types, i, count, x);
-        UNROLL_LISTS
-        for (int list = 0; list < kLists; ++list) {
-          if (Op::kChecked & bit(list)) largest.include(x[list]);
-        }
+        include_checked<Op>(x, largest);
       });
   return Op::kChecked && largest.reduce() >= kInfinityBits;
 }
@@ -63,10 +68,7 @@ HD bool apply_blocks(const Walk& walk, const Types& types, const Run& run) {
       walk, types, (Op::kReads | Op::kWrites) & ~kRewritten,
       [&](int64_t i, int count, auto whole, const auto& fetch) __attribute__((always_inline)) {
         run(i, count, whole, fetch, [&](int64_t, int, auto, const F(&x)[kLists]) HD_LAMBDA {
-          UNROLL_LISTS
-          for (int list = 0; list < kLists; ++list) {
-            if (Op::kChecked & bit(list)) largest.include(x[list]);
-          }
+          include_checked<Op>(x, largest);
         });
       });
   return Op::kChecked && largest.reduce() >= kInfinityBits;

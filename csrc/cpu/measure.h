@@ -2,9 +2,9 @@
 // for the order of the sums.
 #pragma once
 
+#include "chunk_lists.h"
 #include "count.h"
 #include "kernels.h"
-#include "known_types.h"
 #include "stage.h"
 #include "walk.h"
 

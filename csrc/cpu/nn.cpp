@@ -25,6 +25,14 @@ struct alignas(64) Group {
 };
 int64_t groups_of(const ImageRows& image) { return coef_stride(image) / kMaskChannels; }
 
+// body(begin, end) over pieces of [0, count), see share_out().
+template <class Body>
+void share(int64_t cost, int64_t count, const Body& body) {
+  share_out(cost, [&](int64_t piece, int64_t pieces) {
+    body(count * piece / pieces, count * (piece + 1) / pieces);
+  });
+}
+
 // The coefficients of all channels; for a sum, those of the span that begins with `row`.
 template <class Op>
 void fill_coefs(const NnArgs& args, int64_t row, float* coefs) {
@@ -49,11 +57,9 @@ void map(const NnArgs& args) {
     const FloatMode standard;
     fill_coefs<Op>(args, 0, coefs);
   }
-  share_out(elements(image), [&](int64_t piece, int64_t pieces) {
-    const int64_t from_end = pieces - 1 - piece;
-    const int64_t begin = image.rows * from_end / pieces;
-    const int64_t end = image.rows * (from_end + 1) / pieces;
-    with_kernel<Op>([&](auto kernel) { kernel.map(args, coefs, begin, end); });
+  share(elements(image), image.rows, [&](int64_t begin, int64_t end) {
+    with_kernel<Op>(
+        [&](auto kernel) { kernel.map(args, coefs, image.rows - end, image.rows - begin); });
   });
 }
 
@@ -69,79 +75,72 @@ struct SpanSum {
 
 // A sum over the rows of each channel, in three phases that each thread has a share of.
 template <class Op>
-class ChannelSums {
- public:
-  explicit ChannelSums(const NnArgs& args) : args_(args) {}
+struct ChannelSums {
+  static constexpr int kCoefs = Op::kCoefs;
+  const NnArgs& args;
+  const ImageRows& image = args.image;
+  const int64_t spans = image.spans(), groups = groups_of(image);
+  // If there are few spans, they are divided into tiles, so that every thread has a part.
+  const int64_t height = spans < 16 ? kTileRows : kSpanRows;
+  const int64_t parts = ceil_div(image.rows, height), parts_of_span = kSpanRows / height;
+  std::vector<Group> coefs = std::vector<Group>(spans * kCoefs * groups);
+  const std::unique_ptr<Group[]> sums{new Group[parts * 2 * groups]};
 
-  void run() {
-    if constexpr (!Op::kCoefsOfRow) {
-      share_out(spans_ * image_.channels, [&](int64_t piece, int64_t pieces) {
-        const int64_t end = spans_ * (piece + 1) / pieces;
-        for (int64_t span = spans_ * piece / pieces; span < end; ++span)
-          fill_coefs<Op>(args_, span * kSpanRows, coefs_of(span)->value);
-      });
-    }
-    share_out(elements(image_), [&](int64_t piece, int64_t pieces) {
-      sum_parts(parts_ * piece / pieces, parts_ * (piece + 1) / pieces);
-    });
-    // A channel's divisions and root take as long as this many elements.
-    constexpr int64_t kElements = 64;
-    share_out(image_.channels * (kElements + parts_), [&](int64_t piece, int64_t pieces) {
-      const int64_t end = groups_ * (piece + 1) / pieces;
-      for (int64_t group = groups_ * piece / pieces; group < end; ++group) finish_group(group);
-    });
+  Group* coefs_of(int64_t span) { return coefs.data() + span * kCoefs * groups; }
+  // The first sums of all groups, and then the second ones.
+  Group* sums_of(int64_t part) { return sums.get() + part * 2 * groups; }
+
+  void fill_span_coefs(int64_t begin, int64_t end) {
+    for (int64_t span = begin; span < end; ++span)
+      fill_coefs<Op>(args, span * kSpanRows, coefs_of(span)->value);
   }
 
- private:
-  static constexpr int kCoefs = Op::kCoefs;
-
-  Group* coefs_of(int64_t span) { return coefs_.data() + span * kCoefs * groups_; }
-  // The first sums of all groups, and then the second ones.
-  Group* sums_of(int64_t part) { return sums_.get() + part * 2 * groups_; }
-
   void sum_parts(int64_t begin, int64_t end) {
-    std::vector<Group> tile(2 * groups_);
+    std::vector<Group> tile(2 * groups);
     with_kernel<Op>([&](auto kernel) {
       for (int64_t part = begin; part < end; ++part)
-        kernel.sum(args_, coefs_of(part / parts_of_span_)->value, part * height_,
-                   std::min((part + 1) * height_, image_.rows), tile.data()->value,
+        kernel.sum(args, coefs_of(part / parts_of_span)->value, part * height,
+                   std::min((part + 1) * height, image.rows), tile.data()->value,
                    sums_of(part)->value);
     });
   }
 
   // The partials of a group's channels, and their results.
   void finish_group(int64_t group) {
-    auto* const partials = static_cast<typename Op::Partial*>(args_.partials);  // [channels][spans]
+    auto* const partials = static_cast<typename Op::Partial*>(args.partials);  // [channels][spans]
     const int64_t begin = group * kMaskChannels,
-                  end = std::min(begin + kMaskChannels, image_.channels);
-    for (int64_t span = 0; span < spans_; ++span) {
+                  end = std::min(begin + kMaskChannels, image.channels);
+    for (int64_t span = 0; span < spans; ++span) {
       Group first = {}, second = {};
-      const int64_t last = std::min((span + 1) * parts_of_span_, parts_);
-      for (int64_t part = span * parts_of_span_; part < last; ++part) {
+      const int64_t last = std::min((span + 1) * parts_of_span, parts);
+      for (int64_t part = span * parts_of_span; part < last; ++part) {
         const Group* const sum = sums_of(part) + group;
         for (int i = 0; i < kMaskChannels; ++i) first.value[i] += sum[0].value[i];
-        for (int i = 0; i < kMaskChannels; ++i) second.value[i] += sum[groups_].value[i];
+        for (int i = 0; i < kMaskChannels; ++i) second.value[i] += sum[groups].value[i];
       }
       for (int64_t c = begin; c < end; ++c) {
         float coef[kCoefs];
         for (int k = 0; k < kCoefs; ++k)
-          coef[k] = coefs_of(span)[k * groups_ + group].value[c - begin];
-        partials[c * spans_ + span] =
+          coef[k] = coefs_of(span)[k * groups + group].value[c - begin];
+        partials[c * spans + span] =
             Op::partial(coef, first.value[c - begin], second.value[c - begin]);
       }
     }
-    for (int64_t c = begin; c < end; ++c)
-      Op::finish(args_, c, partials + c * spans_, SpanSum{spans_});
+    for (int64_t c = begin; c < end; ++c) Op::finish(args, c, partials + c * spans, SpanSum{spans});
   }
 
-  const NnArgs& args_;
-  const ImageRows& image_ = args_.image;
-  const int64_t spans_ = image_.spans(), groups_ = groups_of(image_);
-  // If there are few spans, they are divided into tiles, so that every thread has a part.
-  const int64_t height_ = spans_ < 16 ? kTileRows : kSpanRows;
-  const int64_t parts_ = ceil_div(image_.rows, height_), parts_of_span_ = kSpanRows / height_;
-  std::vector<Group> coefs_ = std::vector<Group>(spans_ * kCoefs * groups_);
-  const std::unique_ptr<Group[]> sums_{new Group[parts_ * 2 * groups_]};
+  void run() {
+    if constexpr (!Op::kCoefsOfRow) {
+      share(spans * image.channels, spans,
+            [&](int64_t begin, int64_t end) { fill_span_coefs(begin, end); });
+    }
+    share(elements(image), parts, [&](int64_t begin, int64_t end) { sum_parts(begin, end); });
+    // A channel's divisions and root take as long as this many elements.
+    constexpr int64_t kElements = 64;
+    share(image.channels * (kElements + parts), groups, [&](int64_t begin, int64_t end) {
+      for (int64_t group = begin; group < end; ++group) finish_group(group);
+    });
+  }
 };
 
 // Weights and biases of all columns in FP32.
@@ -161,8 +160,7 @@ void along_rows(const NnArgs& args) {
   const ImageRows& image = args.image;
   std::vector<float> affine;
   if constexpr (Op::kKind == PassKind::kRowPass) affine = affine_of(args);
-  share_out(elements(image), [&](int64_t piece, int64_t pieces) {
-    const int64_t begin = image.rows * piece / pieces, end = image.rows * (piece + 1) / pieces;
+  share(elements(image), image.rows, [&](int64_t begin, int64_t end) {
     with_kernel<Op>([&](auto kernel) {
       if constexpr (Op::kKind == PassKind::kRowSum) {
         kernel.row_sum(args, begin, end);
@@ -181,7 +179,7 @@ void run_nn(NnOp op, const NnArgs& args) {
   visit(op, [&](auto type) {
     using Op = typename decltype(type)::type;
     if constexpr (Op::kKind == PassKind::kChannelSum) {
-      ChannelSums<Op>(args).run();
+      ChannelSums<Op>{args}.run();
     } else if constexpr (Op::kKind == PassKind::kChannelMap) {
       map<Op>(args);
     } else {

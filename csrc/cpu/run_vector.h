@@ -21,16 +21,7 @@ template <class F, class Stored, bool kWhole>
 HD void store_integers(const BitsOf<F>& bits, char* data, int64_t i, int count) {
   using Part = typename F::template Part<Stored>;
   char* address = data + i * int64_t(sizeof(Stored));
-  if (kWhole) {
-    Part::store(address, bits);
-  } else {
-    Part::store_first(address, bits, count);
-  }
-}
-
-template <class F, bool kWhole>
-HD F load_plain(const char* data, DType type, int64_t i, int count) {
-  return kWhole ? load_vector<F>(data, type, i) : load_first<F>(data, type, i, count);
+  kWhole ? Part::store(address, bits) : Part::store_first(address, bits, count);
 }
 
 template <class F, bool kWhole, class Types>
@@ -39,12 +30,12 @@ HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int 
   char* data = lists.data[list];
   F x(0.0f);
   if (list == kParam && is_remainder(type)) {
-    const F high = load_plain<F, kWhole>(lists.data[kModel], types(kModel), i, count);
+    const F high = load_vector<F, kWhole>(lists.data[kModel], types(kModel), i, count);
     with_split(type, [&](auto split) HD_LAMBDA {
       x = split.join(high, load_integers<F, int16_t, kWhole>(data, i, count));
     });
   } else {
-    x = load_plain<F, kWhole>(data, plain(type), i, count);
+    x = load_vector<F, kWhole>(data, plain(type), i, count);
   }
   return x;
 }
@@ -62,10 +53,8 @@ HD void store(const F& x, const F& weight, const ChunkLists& lists, const Types&
   } else if (list == kModel && types(kParam) == DType::kRemainderBFloat16) {
     // It has no digits to round.
     store_integers<F, int16_t, kWhole>(shift_right<16>(bits_of(x)), data, i, count);
-  } else if (kWhole) {
-    store_vector(x, data, plain(type), i);
   } else {
-    store_first(x, data, plain(type), i, count);
+    store_vector<kWhole>(x, data, plain(type), i, count);
   }
 }
 

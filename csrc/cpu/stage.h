@@ -3,8 +3,8 @@
 // one for each type, and none branches on types within.
 #pragma once
 
+#include "chunk_lists.h"
 #include "core/ops/op.h"
-#include "known_types.h"
 #include "run_vector.h"
 
 namespace ampfuse {
@@ -126,8 +126,8 @@ void narrow_list(const ChunkLists& lists, int list, int64_t first, int count, co
 }
 
 // Runs the op on the `count` elements from `first` on, at most a block, and stores what it writes.
-// Calls fetch(i) before each vector (see walk.h) and after(i, count, whole, x) with what the op
-// left.
+// fetch(i) is called before each vector (see walk.h), after(i, count, whole, x) with what it
+// becomes.
 template <class F, class Op, class Fetch, class After>
 HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int count,
                    const Fetch& fetch, const After& after) {
@@ -158,8 +158,7 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
     UNROLL_LISTS
     for (int list = 0; list < kLists; ++list) {
       x[list] = F(0.0f);
-      if (Op::kReads & bit(list))
-        x[list] = load_plain<F, kWhole>(reinterpret_cast<const char*>(read[list]), kFloats, i, n);
+      if (Op::kReads & bit(list)) x[list] = load_vector<F, kWhole>(read[list], kFloats, i, n);
     }
     op(x);
     if (needs_rounding)
@@ -168,11 +167,7 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
     UNROLL_LISTS
     for (int list = 0; list < kLists; ++list) {
       if (!(Op::kWrites & bit(list)) || !written[list]) continue;
-      if (kWhole) {
-        store_vector(x[list], written[list], kFloats, i);
-      } else {
-        store_first(x[list], written[list], kFloats, i, n);
-      }
+      store_vector<kWhole>(x[list], written[list], kFloats, i, n);
     }
     after(first + i, n, whole, x);
   });

@@ -40,35 +40,23 @@ HD void with_lanes(DType dtype, const Run& run) {
   });
 }
 
-template <class F>
-HD F load_vector(const void* data, DType dtype, int64_t i) {
+// The elements of an absent list are zero, and are not stored. `count`: how many there are, if it
+// is not a whole vector.
+template <class F, bool kWhole = true>
+HD F load_vector(const void* data, DType dtype, int64_t i, int count = F::kWidth) {
   F x(0.0f);
   with_lanes<F>(dtype, [&](auto lanes) HD_LAMBDA {
-    x = lanes.widen(lanes.load(element<decltype(lanes)>(data, i)));
+    const char* from = element<decltype(lanes)>(data, i);
+    x = lanes.widen(kWhole ? lanes.load(from) : lanes.load_first(from, count));
   });
   return x;
 }
 
-template <class F>
-HD F load_first(const void* data, DType dtype, int64_t i, int count) {
-  F x(0.0f);
+template <bool kWhole = true, class F>
+HD void store_vector(const F& x, void* data, DType dtype, int64_t i, int count = F::kWidth) {
   with_lanes<F>(dtype, [&](auto lanes) HD_LAMBDA {
-    x = lanes.widen(lanes.load_first(element<decltype(lanes)>(data, i), count));
-  });
-  return x;
-}
-
-template <class F>
-HD void store_vector(const F& x, void* data, DType dtype, int64_t i) {
-  with_lanes<F>(dtype, [&](auto lanes) HD_LAMBDA {
-    lanes.store(element<decltype(lanes)>(data, i), lanes.narrow(x));
-  });
-}
-
-template <class F>
-HD void store_first(const F& x, void* data, DType dtype, int64_t i, int count) {
-  with_lanes<F>(dtype, [&](auto lanes) HD_LAMBDA {
-    lanes.store_first(element<decltype(lanes)>(data, i), lanes.narrow(x), count);
+    char* to = element<decltype(lanes)>(data, i);
+    kWhole ? lanes.store(to, lanes.narrow(x)) : lanes.store_first(to, lanes.narrow(x), count);
   });
 }
 
