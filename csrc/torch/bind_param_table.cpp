@@ -95,8 +95,8 @@ gradient.
           py::arg("values"), py::arg("on_device") = std::map<std::string, at::Tensor>(),
           R"(Hyper-parameters of rows begin..end, by the names of `schema`; others are zero and off.
 
-`lr_tensor` (float32) replaces lr. `on_device` (float64, one element each) replaces both: a step
-reads what these hold when it runs. ValueError: another name.)")
+`lr_tensor` (float32) replaces lr. `on_device` (float64, one element each) replaces numbers of
+`values`, and `lr_tensor`: a step reads what it holds when it runs. ValueError: another name.)")
       .def("set_scratch", &Bound::set_scratch, py::arg("scratch"),
            R"(Memory of rows that the stages of a step pass on, in the parameter's layout.
 
@@ -125,7 +125,8 @@ An edit is detected by the weight's version and memory; `all` looks for it in ev
 }
 
 void bind_inspector(py::module_& m) {
-  py::class_<Inspector>(m, "Inspector", py::module_local(), "Of a table; see inspector.h.")
+  py::class_<Inspector>(m, "Inspector", py::module_local(),
+                        "What a table's inspections found of its gradients; see inspector.h.")
       .def("state_field", &Inspector::state_field, py::arg("name"),
            "A 0-dim view of a field of the step's state on the device; ValueError: no such field.")
       .def("set_gather", set_gather, py::arg("gather"), py::arg("counted_elsewhere"),

@@ -27,12 +27,13 @@ Sets found_inf where one of these values is not finite.)");
   m.def("join_master", join_master, py::arg("model"), py::arg("remainder"), py::arg("out"),
         "out (float32) = the split master of the weight `model` with its `remainder`, int16.");
   m.def("split_master", split_master, py::arg("master"), py::arg("model"), py::arg("remainder"),
-        "The other way: `model` is written too. Tensors of one master are laid out alike.");
+        "Splits `master` (float32) into `model`, rounded, and `remainder`, all laid out alike.");
   m.def("decode_state", decode_state, py::arg("algorithm"), py::arg("state"), py::arg("storage"),
         py::arg("lists"), py::arg("out"),
         "out (float32) = the state, by its place, from quantized values and scales of `storage`.");
   m.def("encode_state", encode_state, py::arg("algorithm"), py::arg("state"), py::arg("value"),
-        py::arg("storage"), py::arg("lists"), "The other way; rounds.");
+        py::arg("storage"), py::arg("lists"),
+        "Quantizes `value` (float32), the state by its place, into the lists of `storage`.");
   m.def(
       "step", step, py::arg("algorithm"), py::arg("grads"), py::arg("params"), py::arg("models"),
       py::arg("states"), py::arg("updates"), py::arg("steps"), py::arg("norm_averages"),

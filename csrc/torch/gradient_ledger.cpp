@@ -92,7 +92,7 @@ void GradientLedger::restore(Row& row) {
   at::Tensor& grad = grad_of(row);
   grad = std::move(row.accumulated);
   row.copied_grad.reset();
-  const bool shows = row.model.defined() && !row.whole.defined();
+  const bool shows = row.model.defined() && !row.shard.whole.defined();
   if (shows) row.param.mutable_grad() = grad;
   row.grad_state = shows && grad.defined() ? Grad::kMirrored : Grad::kUnscaled;
 }
@@ -320,7 +320,7 @@ void GradientLedger::consume(bool stepped) {
     }
     row.copied_grad.reset();
     row.inspected.forget();
-    row.borrowed = nullptr;
+    row.shard.borrowed = nullptr;
   }
   ++table_.changes;
   stepped_ = true;

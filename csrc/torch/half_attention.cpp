@@ -119,8 +119,30 @@ struct Problem {
   bool is_causal;
 };
 
-void forward_of(const Problem& problem, const Rows& q, const Rows& k, const Rows& v,
-                const Rows& out, float* lse, int64_t lse_stride) {
+// One head of a sequence: what goes in, and what comes out of the forward pass.
+struct Head {
+  Rows q, k, v, out;
+  float* lse;  // of each query, the logarithm of its sum
+  int64_t lse_stride;
+};
+
+Head head_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+             const Tensor& lse, int64_t head) {
+  return {Rows(q, head),
+          Rows(k, head),
+          Rows(v, head),
+          Rows(out, head),
+          lse.data_ptr<float>() + offset_of(lse, head),
+          lse.stride(2)};
+}
+
+struct HeadGradients {
+  Rows out;      // given
+  Rows q, k, v;  // to be computed
+};
+
+void forward_of(const Problem& problem, const Head& head) {
+  const auto& [q, k, v, out, lse, lse_stride] = head;
   Packed keys(k.width, k.count), values(v.count, v.width);
   keys.transpose_of(k);
   values.rows_of(v.data, v.stride, v.count, v.width);
@@ -144,9 +166,9 @@ void forward_of(const Problem& problem, const Rows& q, const Rows& k, const Rows
   }
 }
 
-void backward_of(const Problem& problem, const Rows& grad, const Rows& q, const Rows& k,
-                 const Rows& v, const Rows& out, const float* lse, int64_t lse_stride,
-                 const Rows& dq, const Rows& dk, const Rows& dv) {
+void backward_of(const Problem& problem, const Head& head, const HeadGradients& gradients) {
+  const auto& [q, k, v, out, lse, lse_stride] = head;
+  const auto& [grad, dq, dk, dv] = gradients;
   const int64_t queries = q.count, width = q.width;
   Packed qs(queries, width), qs_transposed(width, queries);
   Packed grads(queries, width), grads_transposed(width, queries);
@@ -257,11 +279,6 @@ void for_heads(const Tensor& q, const Run& run) {
   });
 }
 
-// The logarithms of the sums of one head.
-float* of_head(const Tensor& lse, int64_t head) {
-  return lse.data_ptr<float>() + offset_of(lse, head);
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor> tiled_attention(const Tensor& query, const Tensor& key,
@@ -276,10 +293,7 @@ std::tuple<Tensor, Tensor> tiled_attention(const Tensor& query, const Tensor& ke
   const Tensor lse =
       at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat)).transpose(1, 2);
   const Problem problem{.scale = scale_of(q, scale), .is_causal = is_causal};
-  for_heads(q, [&](int64_t head) {
-    forward_of(problem, Rows(q, head), Rows(k, head), Rows(v, head), Rows(out, head),
-               of_head(lse, head), lse.stride(2));
-  });
+  for_heads(q, [&](int64_t head) { forward_of(problem, head_of(q, k, v, out, lse, head)); });
   if (!out.is_same(result)) result.copy_(out);
   return {result, lse};
 }
@@ -296,9 +310,8 @@ std::tuple<Tensor, Tensor, Tensor> tiled_attention_backward(
   const Tensor dq = by_tokens(q), dk = by_tokens(k), dv = by_tokens(v);
   const Problem problem{.scale = scale_of(q, scale), .is_causal = is_causal};
   for_heads(q, [&](int64_t head) {
-    backward_of(problem, Rows(dy, head), Rows(q, head), Rows(k, head), Rows(v, head), Rows(y, head),
-                of_head(logsumexp, head), logsumexp.stride(2), Rows(dq, head), Rows(dk, head),
-                Rows(dv, head));
+    backward_of(problem, head_of(q, k, v, y, logsumexp, head),
+                {Rows(dy, head), Rows(dq, head), Rows(dk, head), Rows(dv, head)});
   });
   return {dq, dk, dv};
 }

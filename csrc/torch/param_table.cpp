@@ -25,6 +25,23 @@ ParamTable::ParamTable(const std::string& algorithm, at::Device device)
   norm_averages_ = steps_;
 }
 
+// Throws an error that names the row if no kernel on `device` can walk its parameter or weight.
+static void check_can_be_walked(const at::Tensor& tensor, const std::string& name,
+                                at::Device device) {
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, name,
+                   " is sparse; ampfuse steps dense parameters");
+  TORCH_CHECK_TYPE(!tensor.key_set().has(c10::DispatchKey::Python), name,
+                   " is a tensor subclass without memory of its own; ampfuse steps plain tensors "
+                   "and DTensors of them (FP8 layers of torchao have plain weights with "
+                   "enable_fsdp_float8_all_gather=False)");
+  TORCH_CHECK(tensor.device() == device, name, " is on ", tensor.device(),
+              " and another parameter on ", device, "; use one optimizer per device");
+  TORCH_CHECK(is_dense(tensor), name, " of shape ", tensor.sizes(), " and strides ",
+              tensor.strides(),
+              " has gaps or overlaps in memory. Make the parameter contiguous before building "
+              "the optimizer.");
+}
+
 int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, std::string name,
                             int64_t model_version, bool at_random, std::optional<at::Tensor> whole,
                             int64_t origin, const std::optional<std::string>& algorithm) {
@@ -35,20 +52,8 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
   row.rounds_at_random = at_random && !model && param.scalar_type() == at::kBFloat16;
   dtype_of(row.is_split ? *model : param, row.name);
   TORCH_CHECK_VALUE(origin >= 0, "a shard begins at element ", origin);
-  for (const at::Tensor& tensor : {param, model.value_or(param)}) {
-    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, row.name,
-                     " is sparse; ampfuse steps dense parameters");
-    TORCH_CHECK_TYPE(!tensor.key_set().has(c10::DispatchKey::Python), row.name,
-                     " is a tensor subclass without memory of its own; ampfuse steps plain tensors "
-                     "and DTensors of them (FP8 layers of torchao have plain weights with "
-                     "enable_fsdp_float8_all_gather=False)");
-    TORCH_CHECK(tensor.device() == device, row.name, " is on ", tensor.device(),
-                " and another parameter on ", device, "; use one optimizer per device");
-    TORCH_CHECK(is_dense(tensor), row.name, " of shape ", tensor.sizes(), " and strides ",
-                tensor.strides(),
-                " has gaps or overlaps in memory. Make the parameter contiguous before building "
-                "the optimizer.");
-  }
+  for (const at::Tensor& tensor : {param, model.value_or(param)})
+    check_can_be_walked(tensor, row.name, device);
   if (model) {
     if (!whole) lay_out_as(*model, param);
     TORCH_CHECK(is_laid_out_as(*model, param), row.name,
@@ -64,10 +69,11 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
   row.is_contiguous = row.param.is_contiguous();
   row.numel = row.param.numel();
   if (whole) {
-    row.whole = *whole;
-    row.origin = origin;
-    row.whole_object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(*whole));
-    TORCH_CHECK_TYPE(is_shard_of(row.whole_object, row.leaf()), row.name,
+    row.shard.whole = *whole;
+    row.shard.origin = origin;
+    row.shard.whole_object =
+        pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(*whole));
+    TORCH_CHECK_TYPE(is_shard_of(row.shard.whole_object, row.leaf()), row.name,
                      " is not the local shard of the DTensor that it is said to be");
     has_shards = true;
   }
@@ -203,7 +209,7 @@ Table& ParamTable::core() {
   std::vector<int64_t> numel, origin;
   for (const Row& row : rows_) {
     numel.push_back(row.numel);
-    origin.push_back(row.origin);
+    origin.push_back(row.shard.origin);
   }
   core_ = std::make_unique<Table>(std::move(numel), std::move(origin));
   for (int64_t i = 0; i < row_count(); ++i) {
@@ -242,7 +248,7 @@ void ParamTable::set(int list, int64_t row, const at::Tensor& tensor) {
 
 void ParamTable::follow_layout(int64_t index) {
   const Row& row = rows_[index];
-  if (row.whole.defined()) return;
+  if (row.shard.whole.defined()) return;
   for (const at::Tensor* tensor : {&row.param, &row.average, &row.accumulated})
     lay_out_as(row.leaf(), *tensor);
   // Blocks of quantized values are neighbours in memory.

@@ -44,12 +44,21 @@ struct Contents {
   }
 };
 
+// What a row has if its leaf is the local shard of a DTensor.
+struct Shard {
+  // Between collect() and the end of a step, the gradient's own local tensor: owning it would count
+  // references of Python objects, twice for each row.
+  const at::Tensor* borrowed = nullptr;
+  at::Tensor whole;  // the DTensor; undefined if there is none
+  pybind11::object whole_object, gradient_spec;
+  int64_t origin = 0;               // where the shard begins among the elements of the whole
+  const void* localized = nullptr;  // the gradient's local shard, as LocalGradients found it
+};
+
 struct Row {
   // The `param` of a split master is the remainder, int16. Scales belong to quantized states.
   at::Tensor param, model;
-  // The DTensor that leaf() is the local shard of, if it is one, and its Python object.
-  at::Tensor whole;
-  pybind11::object whole_object, gradient_spec;
+  Shard shard;
   at::Tensor states[kMaxStates], scales[kMaxStates], average;
   Algorithm algorithm;
   const StorageInfo* storage = &storages().front();
@@ -69,11 +78,9 @@ struct Row {
   Grad grad_state = Grad::kUnscaled;
   bool is_contiguous = false;
   bool is_split = false;
-  bool is_layerwise = false;        // stepped as in LARC
-  bool rounds_at_random = false;    // the parameter, in BF16
-  bool unscales = false;            // the update of this step unscales the gradient in place
-  int64_t origin = 0;               // where the shard begins among the elements of the whole
-  const void* localized = nullptr;  // the gradient's local shard, as LocalGradients found it
+  bool is_layerwise = false;      // stepped as in LARC
+  bool rounds_at_random = false;  // the parameter, in BF16
+  bool unscales = false;          // the update of this step unscales the gradient in place
   Contents inspected;
   int64_t taken_version = 0;  // of a gradient in kScaled, as its pass ended
 
@@ -102,11 +109,10 @@ struct Row {
     model_version = version_of(model);
   }
   const at::Tensor& leaf() const { return model.defined() ? model : param; }
-  // The gradient that a step reads. Between collect() and the end of a step, a DTensor's gradient
-  // is its own local tensor: owning it would count references of Python objects, twice for each
-  // row.
-  const at::Tensor* borrowed = nullptr;
-  const at::Tensor& gradient() const { return borrowed ? *borrowed : leaf().mutable_grad(); }
+  // The gradient that a step reads.
+  const at::Tensor& gradient() const {
+    return shard.borrowed ? *shard.borrowed : leaf().mutable_grad();
+  }
   // Sets the gradient of a whole parameter; a DTensor's is wrapped in a DTensor.
   void set_gradient(const at::Tensor& gradient);
   // `grad`, or a copy in the parameter's layout, which `copied_grad` keeps. Throws an error that

@@ -73,7 +73,7 @@ py::object helper(const char* name) {
 // The gradient of a row's DTensor as Python has it; null without one. If its placement differs from
 // its parameter's, it is redistributed first, which is a collective.
 py::handle gradient_object(Row& row) {
-  const at::Tensor& gradient = row.whole.mutable_grad();
+  const at::Tensor& gradient = row.shard.whole.mutable_grad();
   if (!gradient.defined()) return nullptr;
   const py::handle object = python_object_of(gradient);
   TORCH_CHECK_TYPE(is_dtensor(object), "the gradient of ", row.name,
@@ -81,15 +81,16 @@ py::handle gradient_object(Row& row) {
                    "the parameter, by "
                    "DTensor.from_local or distribute_tensor.");
   // FSDP gives all gradients of a parameter one spec.
-  if (const py::handle spec = spec_of(object); !spec.is(row.gradient_spec)) {
+  if (const py::handle spec = spec_of(object); !spec.is(row.shard.gradient_spec)) {
     static const py::str name =
         py::reinterpret_steal<py::str>(PyUnicode_InternFromString("placements"));
-    const py::handle whole = row.whole_object;
+    const py::handle whole = row.shard.whole_object;
     if (!spec.attr(name).equal(spec_of(whole).attr(name))) {
       const py::object placed = helper("redistributed")(object_of(gradient), whole);
-      row.whole.mutable_grad() = tensor_of(placed);
+      row.shard.whole.mutable_grad() = tensor_of(placed);
     }
-    row.gradient_spec = py::reinterpret_borrow<py::object>(spec_of(python_object_of(gradient)));
+    row.shard.gradient_spec =
+        py::reinterpret_borrow<py::object>(spec_of(python_object_of(gradient)));
   }
   return python_object_of(gradient);
 }
@@ -102,7 +103,7 @@ bool is_shard_of(py::handle dtensor, const at::Tensor& local) {
 
 bool have_their_shards(const std::vector<Row>& rows) {
   return std::all_of(rows.begin(), rows.end(), [](const Row& row) {
-    return !row.whole.defined() || is_shard_of(row.whole_object, row.leaf());
+    return !row.shard.whole.defined() || is_shard_of(row.shard.whole_object, row.leaf());
   });
 }
 
@@ -112,8 +113,8 @@ void borrow_local_gradients(std::vector<Row>& rows) {
   // fetches the memory that the next one begins with.
   const auto scan = [&](const auto& fetch) {
     for (const Row& row : rows) {
-      if (!row.whole.defined()) continue;
-      const at::Tensor& gradient = row.whole.mutable_grad();
+      if (!row.shard.whole.defined()) continue;
+      const at::Tensor& gradient = row.shard.whole.mutable_grad();
       if (gradient.defined()) fetch(gradient);
     }
   };
@@ -128,43 +129,43 @@ void borrow_local_gradients(std::vector<Row>& rows) {
     if (is_dtensor(object)) __builtin_prefetch(&tensor_of(local_of(object)));
   });
   for (Row& row : rows) {
-    if (!row.whole.defined()) continue;
+    if (!row.shard.whole.defined()) continue;
     const py::handle gradient = gradient_object(row);
-    row.borrowed = gradient ? &tensor_of(local_of(gradient)) : &none;
+    row.shard.borrowed = gradient ? &tensor_of(local_of(gradient)) : &none;
   }
 }
 
 void Row::set_gradient(const at::Tensor& gradient) {
-  if (!whole.defined()) {
+  if (!shard.whole.defined()) {
     leaf().mutable_grad() = gradient;
     return;
   }
-  const py::object placed = helper("placed_as")(whole_object, object_of(gradient));
-  whole.mutable_grad() = tensor_of(placed);
-  if (borrowed) borrowed = &tensor_of(local_of(placed));
+  const py::object placed = helper("placed_as")(shard.whole_object, object_of(gradient));
+  shard.whole.mutable_grad() = tensor_of(placed);
+  if (shard.borrowed) shard.borrowed = &tensor_of(local_of(placed));
 }
 
 LocalGradients::LocalGradients(ParamTable& table) : table_(table) {
   ++table.changes;
   if (!table.has_shards) return;
   for (Row& row : table.rows()) {
-    if (!row.whole.defined()) continue;
+    if (!row.shard.whole.defined()) continue;
     const py::handle gradient = gradient_object(row);
     at::Tensor& local = row.leaf().mutable_grad();
     if (gradient) local = tensor_of(local_of(gradient));
-    row.localized = local.unsafeGetTensorImpl();
-    row.borrowed = nullptr;
+    row.shard.localized = local.unsafeGetTensorImpl();
+    row.shard.borrowed = nullptr;
   }
 }
 
 LocalGradients::~LocalGradients() noexcept(false) {
   if (!table_.has_shards) return;
   for (Row& row : table_.rows()) {
-    if (!row.whole.defined()) continue;
+    if (!row.shard.whole.defined()) continue;
     at::Tensor& local = row.leaf().mutable_grad();
     if (!local.defined()) {
-      row.whole.mutable_grad().reset();
-    } else if (local.unsafeGetTensorImpl() != row.localized) {
+      row.shard.whole.mutable_grad().reset();
+    } else if (local.unsafeGetTensorImpl() != row.shard.localized) {
       row.set_gradient(local);
     }
     local.reset();  // or it would outlive the DTensor's

@@ -9,6 +9,24 @@
 #include "torch_backend.h"
 
 namespace ampfuse {
+namespace {
+
+// pass(algorithm) for each algorithm of the table, over the rows that have it.
+template <class Pass>
+void for_algorithms(ParamTable& table, const Pass& pass) {
+  struct AllRowsAgain {
+    Table& rows;
+    ~AllRowsAgain() { rows.only = -1; }
+  };
+  const AllRowsAgain after{table.core()};
+  const std::vector<Algorithm>& all = table.algorithms();
+  for (const Algorithm algorithm : all) {
+    if (all.size() > 1) after.rows.only = algorithm.index();
+    pass(algorithm);
+  }
+}
+
+}  // namespace
 
 std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Tensor>& scale,
                                                       bool unscales, bool unscales_half,
@@ -150,6 +168,37 @@ Meter StepPlan::meter_of(const std::vector<at::Tensor>& buffers) {
   return meter;
 }
 
+// Returns a function that takes the next decision back, after first stages, which change no more.
+std::function<void()> StepPlan::undo_of_decision() {
+  return [this, state = inspector_.state_bytes().clone(), counts = table_.steps().clone(),
+          knew_norm = inspector_.knows_norm] {
+    inspector_.state_bytes().copy_(state);
+    table_.steps().copy_(counts);
+    inspector_.knows_norm = knew_norm;
+    collected_at_ = -1;
+  };
+}
+
+void StepPlan::run_first_stages(const DeviceScope& scope) {
+  const pybind11::gil_scoped_release release;
+  for_algorithms(table_, [&](Algorithm algorithm) {
+    float* const norms =
+        scope.backend().first_stage(table_.core(), algorithm, inspector_.state(), scope.stream());
+    if (norms && inspector_.is_shared()) {
+      const pybind11::gil_scoped_acquire acquire;
+      inspector_.share_measures(norms);
+    }
+  });
+}
+
+void StepPlan::update_rows(const DeviceScope& scope, bool staged, const Meter* meter) {
+  const pybind11::gil_scoped_release release;
+  for_algorithms(table_, [&](Algorithm algorithm) {
+    if (staged != (info(algorithm).scratch >= 0)) return;
+    scope.backend().update(table_.core(), algorithm, inspector_.state(), meter, scope.stream());
+  });
+}
+
 bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
                       bool skip_nonfinite, double skip_spikes,
                       const std::optional<std::vector<at::Tensor>>& meter,
@@ -158,64 +207,25 @@ bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_nor
   check_collected();
   const Meter metered = meter ? meter_of(*meter) : Meter();
   Masters(table_).refresh(edited_);
-  // If `between` throws, the decision and counts are restored. First stages change nothing else.
-  at::Tensor decided, counts;
-  if (between) {
-    decided = inspector_.state_bytes().clone();
-    counts = table_.steps().clone();
-  }
-  const bool knew_norm_before = inspector_.knows_norm;
+  std::function<void()> undo, finish;
+  if (between) undo = undo_of_decision();
   decide(found_inf, max_norm, inspect, skip_nonfinite, skip_spikes);
-  bool skipped = false;
-  {
-    Table& rows = table_.core();
-    const StepState* state = inspector_.state();
-    const DeviceScope scope(table_.device);
-    Backend& backend = scope.backend();
-    pybind11::gil_scoped_release release;
-    struct AllRowsAgain {
-      Table& rows;
-      ~AllRowsAgain() { rows.only = -1; }
-    };
-    const auto for_algorithms = [&](const auto& pass) {
-      const AllRowsAgain after{rows};
-      const std::vector<Algorithm>& all = table_.algorithms();
-      for (const Algorithm algorithm : all) {
-        if (all.size() > 1) rows.only = algorithm.index();
-        pass(algorithm);
-      }
-    };
-    for_algorithms([&](Algorithm algorithm) {
-      float* const norms = backend.first_stage(rows, algorithm, state, scope.stream());
-      if (norms && inspector_.is_shared()) {
-        const pybind11::gil_scoped_acquire acquire;
-        inspector_.share_measures(norms);
-      }
-    });
-    const auto update_rows = [&](bool staged) {
-      for_algorithms([&](Algorithm algorithm) {
-        if (staged != (info(algorithm).scratch >= 0)) return;
-        backend.update(rows, algorithm, state, meter ? &metered : nullptr, scope.stream());
-      });
-    };
-    // On a CPU the host sees the skip decision. A device runs `between` in vain if it skips.
-    skipped = !table_.device.is_cuda() && state->skip != 0;
-    std::function<void()> finish;
-    if (between && !skipped) {
-      try {
-        finish = (*between)(staged_);
-      } catch (...) {
-        inspector_.state_bytes().copy_(decided);
-        table_.steps().copy_(counts);
-        inspector_.knows_norm = knew_norm_before;
-        collected_at_ = -1;
-        throw;
-      }
+  const DeviceScope scope(table_.device);
+  run_first_stages(scope);
+  // On a CPU the host sees the skip decision. A device runs `between` in vain if it skips.
+  const bool skipped = !table_.device.is_cuda() && inspector_.state()->skip != 0;
+  if (between && !skipped) {
+    try {
+      finish = (*between)(staged_);
+    } catch (...) {
+      undo();
+      throw;
     }
-    update_rows(false);
-    if (finish) finish();
-    update_rows(true);
   }
+  const Meter* const into = meter ? &metered : nullptr;
+  update_rows(scope, false, into);
+  if (finish) finish();
+  update_rows(scope, true, into);
   ledger_.consume(true);
   return skipped;
 }

@@ -48,6 +48,10 @@ class StepPlan {
   bool is_measured() const;
   void check_collected() const;
   void inspect_collected(const Preparation& preparation);
+  std::function<void()> undo_of_decision();
+  void run_first_stages(const DeviceScope& scope);
+  // `staged`: the rows whose algorithm works on scratch memory between its stages, or all others.
+  void update_rows(const DeviceScope& scope, bool staged, const Meter* meter);
   Meter meter_of(const std::vector<at::Tensor>& buffers);
 
   ParamTable& table_;

@@ -95,9 +95,9 @@ void axpby(const TensorList& x, const TensorList& y, const TensorList& out, doub
   TORCH_CHECK_VALUE(check >= -1 && check <= 1, "check is ", check,
                     "; it must be -1 (x and y), 0 (x) or 1 (y)");
   constexpr unsigned kX = bit(kSource), kY = bit(kSource2);
-  const MapOp op = check == 0   ? MapOp::of<AxpbyOp<kX>>()
-                   : check == 1 ? MapOp::of<AxpbyOp<kY>>()
-                                : MapOp::of<AxpbyOp<kX | kY>>();
+  MapOp op = MapOp::of<AxpbyOp<kX | kY>>();
+  if (check == 0) op = MapOp::of<AxpbyOp<kX>>();
+  if (check == 1) op = MapOp::of<AxpbyOp<kY>>();
   map({{"x", x, kSource, false}, {"y", y, kSource2, false}, {"out", out, kTarget, true}}, op,
       {float(a), float(b), nullptr}, found_inf);
 }

@@ -91,12 +91,15 @@ struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
     return Call<activation_pass>::of(AMPFUSE_OP("activation_forward"), x, up, bias, name);
   }
 
+  // The arguments of forward() that have gradients, which it saves, and how many there are.
+  enum { kX, kUp, kBias, kArguments = 4 };
+
   static variable_list backward(AutogradContext* context, variable_list& gradients) {
-    variable_list result(4);
+    variable_list result(kArguments);
     if (!gradients[0].defined()) return result;
     const variable_list saved = context->get_saved_variables();
-    const Tensor& x = saved[0];
-    const OptionalTensor up = optional(saved[1]), bias = optional(saved[2]);
+    const Tensor& x = saved[kX];
+    const OptionalTensor up = optional(saved[kUp]), bias = optional(saved[kBias]);
     const std::string name = context->saved_data["name"].toStringRef();
     if (at::GradMode::is_enabled()) {
       const auto found = differentiable_gradients(
@@ -110,13 +113,13 @@ struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
     dy = dy.contiguous();
     if (is_only_ours(dy)) {
       std::tie(dup, dbias) = backward_into(dy, x, up, bias, name, dy);
-      result[0] = dy;
+      result[kX] = dy;
     } else {
-      std::tie(result[0], dup, dbias) = Call<activation_backward_pass>::of(
+      std::tie(result[kX], dup, dbias) = Call<activation_backward_pass>::of(
           AMPFUSE_OP("activation_backward"), dy, x, up, bias, name);
     }
-    if (is_given(up)) result[1] = dup;
-    if (is_given(bias)) result[2] = dbias.to(bias->scalar_type());
+    if (is_given(up)) result[kUp] = dup;
+    if (is_given(bias)) result[kBias] = dbias.to(bias->scalar_type());
     return result;
   }
 };

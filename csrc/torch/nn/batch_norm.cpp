@@ -169,36 +169,39 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     context->set_materialize_grads(false);
     return y;
   }
-  // The count of forward()'s arguments.
+  // Of forward()'s arguments, those that have gradients, and their count; what it saves.
   enum { kX, kResidual, kWeight, kBias, kArguments = 11 };
+  enum { kSavedX, kSavedWeight, kSavedMean, kSavedInvstd, kSavedMask, kSavedBias };
 
   static bool needs(AutogradContext* context, int argument) {
     return context->saved_data["needs"].toBoolList().get(argument);
   }
 
   static variable_list backward(AutogradContext* context, variable_list& gradients) {
-    variable_list result(kArguments);
-    if (!gradients[0].defined()) return result;
+    if (!gradients[0].defined()) return variable_list(kArguments);
     TORCH_CHECK(!at::GradMode::is_enabled(),
                 "a fused batch norm has no second derivative (create_graph=True): use "
                 "ampfuse.nn.unfuse(model), or amp.initialize without fuse");
-    fused(context, std::move(gradients[0]), result);
-    return result;
+    return gradients_of(context, std::move(gradients[0]));
   }
 
   // The output once more, from what is saved, in the same bits.
   static Tensor recompute(AutogradContext& context) {
     const variable_list saved = context.get_saved_variables();
-    return std::get<0>(Call<apply_pass>::of(
-        AMPFUSE_OP("batch_norm_apply"), saved[0], std::nullopt, saved[2], saved[3],
-        optional(saved[1]), optional(saved[5]), context.saved_data["relu"].toBool()));
+    return std::get<0>(
+        Call<apply_pass>::of(AMPFUSE_OP("batch_norm_apply"), saved[kSavedX], std::nullopt,
+                             saved[kSavedMean], saved[kSavedInvstd], optional(saved[kSavedWeight]),
+                             optional(saved[kSavedBias]), context.saved_data["relu"].toBool()));
   }
 
  private:
-  static void fused(AutogradContext* context, Tensor dy, variable_list& result) {
+  // The gradients of the arguments, from that of the output.
+  static variable_list gradients_of(AutogradContext* context, Tensor dy) {
+    variable_list result(kArguments);
     const variable_list saved = context->get_saved_variables();
-    const Tensor &x = saved[0], &weight = saved[1], &mean = saved[2], &invstd = saved[3];
-    Tensor mask = saved[4];
+    const Tensor &x = saved[kSavedX], &weight = saved[kSavedWeight];
+    const Tensor &mean = saved[kSavedMean], &invstd = saved[kSavedInvstd];
+    Tensor mask = saved[kSavedMask];
     const bool training = context->saved_data["training"].toBool();
     const bool to_residual = needs(context, kResidual);
     const bool to_weight = needs(context, kWeight), to_bias = needs(context, kBias);
@@ -223,7 +226,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     }
     if (to_weight) result[kWeight] = dweight;
     if (to_bias) result[kBias] = sum;
-    if (!needs(context, kX)) return;
+    if (!needs(context, kX)) return result;
     const auto if_training = [&](const Tensor& t) { return training ? optional(t) : std::nullopt; };
     const c10::SymInt count = x.sym_numel() / x.sym_size(1);
     if (ours) {
@@ -235,6 +238,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
           Call<dx_pass>::of(AMPFUSE_OP("batch_norm_dx"), dy, mask, x, mean, invstd,
                             optional(weight), if_training(sum), if_training(centered), count);
     }
+    return result;
   }
 };
 

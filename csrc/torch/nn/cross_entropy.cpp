@@ -117,39 +117,52 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     return losses;
   }
 
+  // What forward() saves.
+  enum { kSavedLogits, kSavedTarget, kSavedWeight, kSavedLse };
+
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const variable_list saved = context->get_saved_variables();
-    const Tensor &logits = saved[0], &target = saved[1], &lse = saved[3];
-    const OptionalTensor weight = optional(saved[2]);
+    const Tensor &logits = saved[kSavedLogits], &target = saved[kSavedTarget];
+    const Tensor& lse = saved[kSavedLse];
+    const OptionalTensor weight = optional(saved[kSavedWeight]);
     const int64_t ignore_index = context->saved_data["ignore_index"].toInt();
     const double smoothing = context->saved_data["label_smoothing"].toDouble();
     const bool is_half_data = context->saved_data["is_half_data"].toBool();
     const Tensor gradient = gradients[0].contiguous();
     variable_list result(5);
-    const bool creates_graph = at::GradMode::is_enabled();
+    Tensor& found = result[0];
     // (Whatever traces takes our operators.)
     const bool is_wrapped =
         gradient.key_set().has_any(kWrappers) && !c10::impl::TorchDispatchModeTLS::any_modes_set();
-    if (creates_graph || is_wrapped) {
-      // What torch differentiates once more, and takes gradients in batches.
-      const at::AutoGradMode records(true);
-      const Tensor input = is_half_data ? with_history(logits.to(at::kFloat)) : logits;
-      const Tensor losses = at::cross_entropy_loss(input.to(at::kFloat), target, weight,
-                                                   at::Reduction::None, ignore_index, smoothing);
-      result[0] = torch::autograd::grad({losses}, {input}, {gradient}, true, creates_graph)[0];
+    if (at::GradMode::is_enabled() || is_wrapped) {
+      found = by_torch(logits, is_half_data, target, weight, ignore_index, smoothing, gradient);
       return result;
-    } else if (is_only_ours(logits)) {
-      result[0] = logits.detach();
-      gradient_into_pass(gradient, logits, target, weight, lse, ignore_index, smoothing, result[0]);
-    } else {
-      result[0] = Call<gradient_pass>::of(AMPFUSE_OP("cross_entropy_gradient"), gradient, logits,
-                                          target, weight, lse, ignore_index, smoothing);
     }
-    if (is_half_data) result[0] = half_data().widened(result[0]);
+    if (is_only_ours(logits)) {
+      found = logits.detach();
+      gradient_into_pass(gradient, logits, target, weight, lse, ignore_index, smoothing, found);
+    } else {
+      found = Call<gradient_pass>::of(AMPFUSE_OP("cross_entropy_gradient"), gradient, logits,
+                                      target, weight, lse, ignore_index, smoothing);
+    }
+    if (is_half_data) found = half_data().widened(found);
     return result;
   }
 
  private:
+  // The gradient by torch's operations, which torch differentiates once more (create_graph) and
+  // which take gradients in batches.
+  static Tensor by_torch(const Tensor& logits, bool is_half_data, const Tensor& target,
+                         const OptionalTensor& weight, int64_t ignore_index, double smoothing,
+                         const Tensor& gradient) {
+    const bool creates_graph = at::GradMode::is_enabled();
+    const at::AutoGradMode records(true);
+    const Tensor input = is_half_data ? with_history(logits.to(at::kFloat)) : logits;
+    const Tensor losses = at::cross_entropy_loss(input.to(at::kFloat), target, weight,
+                                                 at::Reduction::None, ignore_index, smoothing);
+    return torch::autograd::grad({losses}, {input}, {gradient}, true, creates_graph)[0];
+  }
+
   // `data` of the logits, as what they were computed by: it was saved without a history.
   static Tensor with_history(const Tensor& data) {
     return torch::autograd::make_variable(data, torch::autograd::get_current_node()->next_edge(0));

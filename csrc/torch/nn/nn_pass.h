@@ -26,7 +26,8 @@
 // (TORCH_LIBRARY itself does not expand the name.)
 #define AMPFUSE_LIBRARY(name, library) TORCH_LIBRARY(name, library)
 #define AMPFUSE_LIBRARY_FRAGMENT(name, library) TORCH_LIBRARY_FRAGMENT(name, library)
-// add(library) registers the kernels, which are the same for all devices.
+// add(library) registers the kernels, which are the same for all devices. (A macro, because torch's
+// own make static objects of the names of namespace and dispatch key.)
 #define AMPFUSE_KERNELS(name, add)                          \
   TORCH_LIBRARY_IMPL(name, CPU, library) { add(library); }  \
   TORCH_LIBRARY_IMPL(name, CUDA, library) { add(library); } \

@@ -108,12 +108,15 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     if (is_given(residual)) return {y, sum};
     return {y};
   }
+  // Of forward()'s arguments, those that have gradients, and their count; what it saves.
   enum { kX, kResidual, kWeight, kBias, kArguments = 7 };
+  enum { kSavedS, kSavedMean, kSavedRstd, kSavedWeight, kSavedBias };
 
   static variable_list backward(AutogradContext* context, variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
-    const Tensor &s = saved[0], &mean = saved[1], &rstd = saved[2];
-    const OptionalTensor weight = optional(saved[3]), bias = optional(saved[4]);
+    const Tensor &s = saved[kSavedS], &mean = saved[kSavedMean], &rstd = saved[kSavedRstd];
+    const OptionalTensor weight = optional(saved[kSavedWeight]);
+    const OptionalTensor bias = optional(saved[kSavedBias]);
     const bool has_residual = gradients.size() > 1;
     Tensor dy = std::move(gradients[0]);
     const Tensor ds = has_residual ? gradients[1] : Tensor();
