@@ -204,7 +204,8 @@ def train(name: str, variant: str, seed: int) -> list[Row]:
     right = (scores.argmax(-1) == test_targets).float().mean().item()
     each = max(1, task.steps // _POINTS)
     means = [fmean(losses[i : i + each]) for i in range(0, task.steps, each)]
-    rows = [run(step=i * each, loss=_rounded(mean)) for i, mean in enumerate(means, 1)]
+    ends = [min(i * each, task.steps) for i in range(1, len(means) + 1)]
+    rows = [run(step=end, loss=_rounded(mean)) for end, mean in zip(ends, means, strict=True)]
     test_loss = _rounded(task.loss(scores, test_targets).item())
     rows[-1] = replace(rows[-1], test_loss=test_loss, accuracy=round(right, 5))
     return rows

@@ -6,6 +6,7 @@ read only to be overwritten.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shlex
 import subprocess
@@ -31,16 +32,18 @@ def bounds(clock: Any, params: int, update_bytes: float, inspect_bytes: float = 
     `inspect_bytes` read in the inspection before it."""
     on_gpu = clock.device.type == "cuda"
     copies, read, size = _cuda_loops(clock.device) if on_gpu else _cpu_loops()
-    copied = 0.0  # milliseconds per byte
+    copy_ms_per_byte = math.nan  # as last measured: "limit" takes that of its round
 
     def copy() -> float:
-        nonlocal copied
-        copied = min(clock.milliseconds(call, 1.0) for call in copies) / (2 * size)
-        return params * (update_bytes + inspect_bytes) * copied
+        nonlocal copy_ms_per_byte
+        copy_ms_per_byte = min(clock.milliseconds(call, 1.0) for call in copies) / (2 * size)
+        return params * (update_bytes + inspect_bytes) * copy_ms_per_byte
 
     def limit() -> float:
+        if math.isnan(copy_ms_per_byte):
+            copy()
         inspect = clock.milliseconds(read, 1.0) / size * inspect_bytes
-        return params * (update_bytes * copied + inspect)
+        return params * (update_bytes * copy_ms_per_byte + inspect)
 
     return {"copy": copy, "limit": limit}
 

@@ -302,6 +302,13 @@ def test_a_run_without_timed_steps():
     assert "| O2" in make_table.table(rows_of([result]), make_table.TRAINED)
 
 
+def test_the_line_of_a_run_has_its_zeros():
+    result = trained(dataclasses.replace(BASE, iterations=4)).result()
+    result |= {"loss_last": 0.0, "test_loss": 0.0, "accuracy_pct": 0.0, "skipped_steps": 0}
+    assert report(result).endswith(" images/s, loss 0.0000, test loss 0.0000, test accuracy 0.0%")
+    assert report({**result, "skipped_steps": 1}).endswith(" 0.0%, 1 steps skipped")
+
+
 def test_memory_of_a_run_is_its_own():
     """The peak of an earlier run is forgotten."""
     memory = ProcessMemory(CPU)

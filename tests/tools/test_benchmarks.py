@@ -111,6 +111,17 @@ def test_rows(load):
     assert (ours.peer, peer.peer) == ("", "package 1.0")
 
 
+def test_the_limit_counts_the_copy_of_the_update(load, monkeypatch):
+    """Also if nothing has measured the copy: 8 bytes copied at 1 ms, 2 read at 4 ms."""
+    limits = load("harness.limits")
+    loops = [lambda: None], lambda: None, 1
+    monkeypatch.setattr(limits, "_cpu_loops", lambda: loops)
+    of_copy_and_read = {loops[0][0]: 2.0, loops[1]: 4.0}
+    clock = SimpleNamespace(device=CPU, milliseconds=lambda call, _: of_copy_and_read[call])
+    bounds = limits.bounds(clock, 10, 8.0, 2.0)
+    assert (bounds["limit"](), bounds["copy"](), bounds["limit"]()) == (160, 100, 160)
+
+
 def test_a_peers_process_imports_no_ampfuse():
     """It imports the script; ``quality`` and ``plan`` measure no speed."""
     code = (
@@ -294,16 +305,16 @@ def test_a_run_is_a_curve_with_the_trained_network_at_its_end(
     data = tuple(x[:32] for x in quality.TASKS[task].data())
     if task.startswith("wrn"):
         data = tuple(x[..., :8, :8] if x.dim() == 4 else x for x in data)
-    short = quality.TASKS[task]._replace(steps=50, batch=2, data=lambda: data)
+    short = quality.TASKS[task]._replace(steps=51, batch=2, data=lambda: data)
     monkeypatch.setitem(quality.TASKS, task, short)
     rows = quality.train(task, variant, 0)
-    assert [row.step for row in rows] == list(range(2, 51, 2))
+    assert [row.step for row in rows] == [*range(2, 51, 2), 51]
     assert all(row.loss > 0 for row in rows)
-    assert [math.isnan(row.accuracy) for row in rows] == [True] * 24 + [False]
+    assert [math.isnan(row.accuracy) for row in rows] == [True] * 25 + [False]
     path = tmp_path / "rows.csv"
     quality.save(path, rows)
     quality.save(path, rows)
-    assert len(records(path)) == 25
+    assert len(records(path)) == 26
     (line,) = quality.table(load("harness.results").read(path, quality.Row))[2:]
     assert line.startswith(f"| {task} | {variant} | {rows[-1].loss:.4g} (")
     assert line.endswith(" | yes, yes |")

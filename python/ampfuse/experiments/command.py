@@ -31,7 +31,6 @@ _REPORTED = {
     "loss_last": "loss {:.4f}",
     "test_loss": "test loss {:.4f}",
     "accuracy_pct": "test accuracy {:.1f}%",
-    "skipped_steps": "{} steps skipped",
 }
 
 
@@ -113,7 +112,10 @@ def report(result: Result, repeats: int = 1) -> str:
             "has neither FP32 masters nor a loss scale: try O2.\n"
             "  To find the first inf or NaN, wrap the step in amp.explain_overflow(model)."
         )
-    return f"{name}: " + ", ".join(t.format(result[n]) for n, t in _REPORTED.items() if result[n])
+    parts = [text.format(result[n]) for n, text in _REPORTED.items() if result[n] is not None]
+    if result["skipped_steps"]:
+        parts.append(f"{result['skipped_steps']} steps skipped")
+    return f"{name}: {', '.join(parts)}"
 
 
 # ---- resuming ------------------------------------------------------------------------------------
