@@ -77,15 +77,17 @@ def train_all(
 ) -> Iterator[Result]:
     """Train the runs `todo`, the first one from `resume`, and write their result files. Ctrl-C
     prints how `command` continues."""
-    for of in todo:
-        # With the time, so that no run replaces another's files.
-        length = f"i{of.iterations}" if of.iterations else f"e{of.epochs}"
+    for settings in todo:
+        # So that no run replaces another's files.
         when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
-        parts = [of.experiment, of.model, of.variant, f"b{of.batch_size}", length, f"r{of.repeat}"]
-        name = resume["name"] if resume else file_name("-".join([*parts, when]))
+        length = f"i{settings.iterations}" if settings.iterations else f"e{settings.epochs}"
+        parts = (settings.experiment, settings.model, settings.variant)
+        numbers = f"b{settings.batch_size}-{length}-r{settings.repeat}"
+        name = resume["name"] if resume else file_name("-".join([*parts, numbers, when]))
         name = place.world.gather(name)[0]
-        data = open_data(of, place.device, place.world.rank, place.world.size)
-        run, diverged = Run(of, data, place, name, resume), None
+        data = open_data(settings, place.device, place.world.rank, place.world.size)
+        run = Run(settings, data, place, name, resume)
+        diverged = None
         try:
             run.train()
         except Diverged as error:
@@ -94,7 +96,8 @@ def train_all(
             if place.world.rank == 0 and (saved := Path(f"{run.stem}.pt")).is_file():
                 print(f"\nTo continue: {command} --resume {shlex.quote(str(saved))}")
             raise
-        result, resume = run.result(diverged), None
+        result = run.result(diverged)
+        resume = None
         if place.folder and place.world.rank == 0:
             text = json.dumps(result, indent=1, allow_nan=False)
             write(place.folder / f"{name}.json", f"{text}\n".encode())

@@ -43,8 +43,8 @@ def generator(*key: object) -> torch.Generator:
 # ---- sets ----------------------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
-    """Facts of a data set; `mean` and `std` of the pixels are per channel, as shares of 255."""
+class DatasetProperties(NamedTuple):
+    """`mean` and `std` of the pixels are per channel, as shares of 255."""
 
     channels: int
     classes: int
@@ -52,10 +52,10 @@ class Facts(NamedTuple):
     std: tuple[float, ...]
 
 
-FACTS = {
-    "mnist": Facts(1, 10, (0.1307,), (0.3081,)),
-    "cifar10": Facts(3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "imagenet": Facts(3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+PROPERTIES = {
+    "mnist": DatasetProperties(1, 10, (0.1307,), (0.3081,)),
+    "cifar10": DatasetProperties(3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "imagenet": DatasetProperties(3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 # What a folder must contain, and the pattern of files that may be damaged. Workers open ImageNet's.
 _FILES = {
@@ -75,7 +75,7 @@ class Split(NamedTuple):
 class ImageSet(NamedTuple):
     train: Split
     test: Split
-    facts: Facts
+    properties: DatasetProperties
 
 
 def resized(images: Tensor, size: int) -> Tensor:
@@ -92,7 +92,8 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
     Raises DataError if the set is missing or damaged or cannot be downloaded."""
     from torchvision import datasets
 
-    place, facts = Path(folder).expanduser(), FACTS[kind]
+    place = Path(folder).expanduser()
+    properties = PROPERTIES[kind]
     try:
         if kind == "imagenet":
             parts = [datasets.ImageFolder(place / name) for name in ("train", "val")]
@@ -100,17 +101,18 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
                 raise ValueError(f"not in both train and val: {', '.join(sorted(differing))}")
             pairs = (zip(*part.samples, strict=True) for part in parts)
             splits = [Split(paths, torch.tensor(labels)) for paths, labels in pairs]
-            return ImageSet(*splits, facts._replace(classes=len(parts[0].classes)))
-        source, splits = datasets.CIFAR10 if kind == "cifar10" else datasets.MNIST, []
+            return ImageSet(*splits, properties._replace(classes=len(parts[0].classes)))
+        source = datasets.CIFAR10 if kind == "cifar10" else datasets.MNIST
+        splits = []
         for train in (True, False):
             part = source(place, train=train, download=True)
             images, labels = torch.as_tensor(part.data), torch.as_tensor(part.targets)
             images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
             low, high = labels.min(), labels.max()
-            if len(labels) != len(images) or not 0 <= low <= high < facts.classes:
+            if len(labels) != len(images) or not 0 <= low <= high < properties.classes:
                 raise ValueError(f"{len(labels)} labels, {low} to {high}, for {len(images)} images")
             splits.append(Split(resized(images, image_size), labels))
-        return ImageSet(*splits, facts)
+        return ImageSet(*splits, properties)
     except Exception as error:  # torchvision raises nearly anything for damaged files
         expected, pattern = _FILES[kind]
         found = ", ".join(map(str, sorted(place.glob(pattern) if pattern else ())))
@@ -134,7 +136,7 @@ def digits(image_size: int) -> ImageSet:
     parts = train_test_split(range(len(labels)), **options)
     train, test = (Split(images[part], labels[part]) for part in parts)
     std, mean = torch.std_mean(train.images.double() / 255, correction=0)
-    return ImageSet(train, test, Facts(1, 10, (mean.item(),), (std.item(),)))
+    return ImageSet(train, test, DatasetProperties(1, 10, (mean.item(),), (std.item(),)))
 
 
 _TEST_BATCHES = 4  # at most, of noise
@@ -143,15 +145,17 @@ _TEST_BATCHES = 4  # at most, of noise
 def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
     """Noise in the shape of `kind`. To train, `synthetic_size` images (default: 2048, or more in
     four batches); to test a quarter, but at most four batches per process."""
-    facts, random = FACTS[kind], generator("synthetic", settings.seed)
+    properties = PROPERTIES[kind]
+    random = generator("synthetic", settings.seed)
     together = settings.batch_size * world_size
     count = max(settings.synthetic_size or max(2048, 4 * settings.batch_size), together)
     splits = []
     for n in (count, min(-(-count // 4), _TEST_BATCHES * together)):
-        shape = (n, facts.channels, settings.image_size, settings.image_size)
+        shape = (n, properties.channels, settings.image_size, settings.image_size)
         pixels = torch.randint(256, shape, dtype=torch.uint8, generator=random)
-        splits.append(Split(pixels, torch.randint(facts.classes, (n,), generator=random)))
-    return ImageSet(*splits, facts._replace(mean=(0.5,), std=(0.29,)))
+        labels = torch.randint(properties.classes, (n,), generator=random)
+        splits.append(Split(pixels, labels))
+    return ImageSet(*splits, properties._replace(mean=(0.5,), std=(0.29,)))
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -185,12 +189,14 @@ class Data:
         self.settings, self.kind, self.device = settings, kind, device
         self.rank, self.world_size = rank, world_size
         self.seed = settings.seed + settings.repeat
-        self.channels, self.classes, *means = images.facts
+        properties = images.properties
+        self.channels = properties.channels
+        self.classes = properties.classes
         self.image_size = settings.image_size
         self.train_size, self.test_size = len(images.train.labels), len(images.test.labels)
         self.batches_per_epoch = self.train_size // (settings.batch_size * world_size)
         if not self.batches_per_epoch:
-            of_each = f" of each of {world_size} processes" * (world_size > 1)
+            of_each = f" of each of {world_size} processes" if world_size > 1 else ""
             raise DataError(
                 f"--batch-size {settings.batch_size} is more than the "
                 f"{self.train_size // world_size} training images{of_each}: use a smaller one"
@@ -202,7 +208,7 @@ class Data:
         self._memory_format = torch.channels_last if last else torch.contiguous_format
         mean, std = (  # a grey set takes the first of three values
             torch.tensor(values[: self.channels], dtype=torch.float64).view(-1, 1, 1)
-            for values in (settings.mean or means[0], settings.std or means[1])
+            for values in (settings.mean or properties.mean, settings.std or properties.std)
         )
         # (pixels / 255 - mean) / std, in double precision and rounded once.
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()

@@ -29,13 +29,13 @@ O3 has no FP32 master weights: small updates are lost, and it may learn worse.""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, count = parser.add_argument, {"metavar": "N", "type": at_least(1)}
+    add = parser.add_argument
     levels = "levels to train, in this order (default: all six)"
     add("--levels", nargs="+", choices=LEVELS, default=LEVELS, metavar="O0", help=levels)
-    add("--epochs", **count, default=12, help="default: %(default)s")
+    add("--epochs", type=at_least(1), default=12, metavar="N", help="default: %(default)s")
     add("--batch-size", type=at_least(2), default=128, metavar="N", help="default: %(default)s")
     width = "channels of the first layers (default: 128 on GPUs and CPUs with BF16, else 64)"
-    add("--width", **count, help=width)
+    add("--width", type=at_least(1), metavar="N", help=width)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     folder = "folder for CSV and pictures (default: ./%(default)s)"
@@ -74,7 +74,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     print(f"\n{make_table.table(rows, make_table.DEMO)}\n\n{make_table.explained(rows)}\n{_NOTES}")
     if not has_bf16:
         print("This device has no BF16 arithmetic: O4 and O5 save memory, not time.")
-    make_table.write_csv(csv := args.output / "levels.csv", rows)
+    csv = args.output / "levels.csv"
+    make_table.write_csv(csv, rows)
     written = [*make_plot.save(make_plot.drawn(rows), args.output), csv]
     print(f"Written to {args.output.absolute()}: {', '.join(path.name for path in written)}")
     return 0

@@ -57,15 +57,15 @@ class World:
         return [sum(column) for column in zip(*self.gather(values), strict=True)]
 
 
-def check(of: Settings, world: World, device: torch.device) -> None:
+def check(settings: Settings, world: World, device: torch.device) -> None:
     """Raise UsageError for flags that do not work together or in so many processes."""
-    if of.sync_bn and device.type != "cuda":
+    if settings.sync_bn and device.type != "cuda":
         raise UsageError("--sync_bn: torch synchronizes batch norm only between GPUs")
-    if of.graph and world.size > 1:
+    if settings.graph and world.size > 1:
         raise UsageError("--graph: capture under torchrun is not supported; leave it out")
-    if of.fsdp and world.size == 1:
+    if settings.fsdp and world.size == 1:
         raise UsageError("--fsdp needs several processes; start them with torchrun")
-    if of.fsdp and of.fuse and of.precision in HALF_LEVELS:
+    if settings.fsdp and settings.fuse and settings.precision in HALF_LEVELS:
         raise UsageError("--fsdp --fuse: batch norms among half weights are sharded apart")
 
 

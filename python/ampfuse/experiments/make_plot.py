@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_selection(parser, recipe=True)
-    add, std = parser.add_argument, "error bars for time and memory: the repeats' deviation"
-    add("--plot_std", "--plot-std", action="store_true", help=std)
+    add = parser.add_argument
+    bars = "error bars for time and memory: the repeats' deviation"
+    add("--plot_std", "--plot-std", action="store_true", help=bars)
     add("--published", action="store_true", help="draw the published results, not yours")
-    where = "folder for the figures (default: RESULTS/figures; for --published, its subfolder "
-    add("--output", type=Path, metavar="DIR", help=where + "published)")
+    default = "RESULTS/figures; for --published, its subfolder published"
+    add("--output", type=Path, metavar="DIR", help=f"folder for the figures (default: {default})")
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -65,9 +66,9 @@ def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
         # The main model of an experiment is not named, as in E1's names.
         if model not in ("vgg16", "mnist_cnn", "mlp") and experiment != "demo":
             title += f" {model}"
-        for bars, kind in itertools.product((False, True) if std else (False,), _KINDS):
-            if figure := against_batch(ours, kind, std=bars):
-                found[file_name(f"{title} - {kind.title()}{' (std)' * bars}")] = figure
+        for suffix, kind in itertools.product(("", " (std)") if std else ("",), _KINDS):
+            if figure := against_batch(ours, kind, std=suffix != ""):
+                found[file_name(f"{title} - {kind.title()}{suffix}")] = figure
     if not found:
         raise UsageError("the chosen results have nothing to draw")
     return found
@@ -95,9 +96,9 @@ def lines(rows: Sequence[Row]) -> Lines:
     found: Lines = {}
     for row in rows:
         point = (row.gpu, row.variant, row.batch_size)
-        same_point = [one for one in rows if (one.gpu, one.variant, one.batch_size) == point]
+        same_point = [row for row in rows if (row.gpu, row.variant, row.batch_size) == point]
         conditions = _conditions(row)
-        others = [_conditions(one) for one in same_point]
+        others = [_conditions(other) for other in same_point]
         differing = [
             name for name in conditions if len({str(o[name]) for o in others if name in o}) > 1
         ]
@@ -144,14 +145,15 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     rows = [row for row in rows if row.batch_size and (value_of(row) or row.diverged)]
     if not any(map(value_of, rows)):
         return None
-    batches, found = sorted({row.batch_size for row in rows}), lines(rows)
+    found = lines(rows)
     if kind == "time" and len(lengths := _lengths(found)) == 1:
         what += f" of {listed(lengths)}"
     if {row.memory_kind for row in rows} == {"process RSS"} and kind == "memory":
         what = "memory of the process"
+    batches = sorted({row.batch_size for row in rows})
+    are_bars = len(batches) == 1
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
-    are_bars = len(batches) == 1
     _draw(axes, found, column, are_bars=are_bars, std=std)
     if not are_bars:
         axes.set(xscale="log", xlabel="batch size")
@@ -162,19 +164,27 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     axes.set_axisbelow(True)
     axes.set_ylabel(f"{what}, {unit}")
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)  # room for the marker and cap at the top
-    title = f"{_title_of(rows)}: {what}" + f", batch size {batches[0]}" * are_bars
-    figure.suptitle(textwrap.fill(title + ", mean ± standard deviation" * std, 90), fontsize=10)
+    title = f"{_title_of(rows)}: {what}"
+    if are_bars:
+        title += f", batch size {batches[0]}"
+    if std:
+        title += ", mean ± standard deviation"
+    figure.suptitle(textwrap.fill(title, 90), fontsize=10)
     gpus = _distinct(row.gpu for row in rows)
     if are_bars and len(gpus) == 1:  # each bar has a colour of its own
         figure.supxlabel(textwrap.fill(gpus[0], 80), fontsize=8)
-        return figure
+    else:
+        _add_legend(figure, axes, gpus)
+    return figure
+
+
+def _add_legend(figure: Figure, axes: Axes, gpus: Sequence[str]) -> None:
     by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     labels = [textwrap.fill(label, 28) for label in by_label]
     look = {"loc": "outside right center", "frameon": False, "handlelength": 3.6, "fontsize": 7}
     if len(gpus) == 1:  # it is the title of the legend
         look |= {"title": textwrap.fill(gpus[0], 28), "title_fontsize": 7}
     figure.legend(by_label.values(), labels, **look)
-    return figure
 
 
 def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -> None:
@@ -184,7 +194,8 @@ def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -
     width = 0.8 / len(gpus)
     for (gpu, name), members in found.items():
         # The axis of bars names the variant, the legend the GPU.
-        bar, points = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4, []
+        bar = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4
+        points = []
         for row in sorted(members, key=lambda row: row.batch_size):
             place = bar if are_bars else row.batch_size
             value = getattr(row, column)
@@ -216,9 +227,12 @@ def _title_of(rows: Sequence[Row]) -> str:
     """The model and its data, or whose figures these are."""
     model = "mnist_cnn" if rows[0].experiment == "demo" else rows[0].model
     data = []
-    for of in (row.conditions for row in rows if row.runs):
-        synthetic, kind = of["data"] == "synthetic", of["kind"]
-        data.append("synthetic " * synthetic + _DATA.get(kind if synthetic else of["data"], kind))
+    for conditions in (row.conditions for row in rows if row.runs):
+        kind = conditions["kind"]
+        if conditions["data"] == "synthetic":
+            data.append(f"synthetic {_DATA.get(kind, kind)}")
+        else:
+            data.append(_DATA.get(conditions["data"], kind))
     on = f" on {listed(_distinct(data))}" if data else ", published figures"
     return _MODELS.get(model, model.replace("resnet", "ResNet-")) + on
 

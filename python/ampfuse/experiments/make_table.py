@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("table", metavar="recipe", choices=RECIPES, help="which table: e1 to e5")
     results.add_selection(parser, recipe=False)
-    rows = "also write your rows to FILE, with device, versions, date, means and deviations"
-    add("--csv", type=Path, metavar="FILE", help=rows)
+    what = "also write your rows to FILE, with device, versions, date, means and deviations"
+    add("--csv", type=Path, metavar="FILE", help=what)
     add("--no-published", action="store_true", help="only your rows")
 
 
@@ -86,10 +86,14 @@ def _note(row: Row) -> str:
     """Why figures are missing, and how a measured row differs from the published ones."""
     if not row.runs:
         return row.note
-    of, notes = row.conditions, ["re-enactment", row.note]
-    notes += [f"{of['data']} data"] if of["data"] in ("synthetic", "digits") else []
-    notes += ["graph"] if of.get("graph") else []
-    notes += [f"{of['world_size']} processes"] if of["world_size"] > 1 else []
+    conditions = row.conditions
+    notes = ["re-enactment", row.note]
+    if conditions["data"] in ("synthetic", "digits"):
+        notes.append(f"{conditions['data']} data")
+    if conditions.get("graph"):
+        notes.append("graph")
+    if conditions["world_size"] > 1:
+        notes.append(f"{conditions['world_size']} processes")
     return "; ".join(filter(None, notes))
 
 
@@ -109,8 +113,8 @@ def _shown(row: Row, name: str, factor: float = 1.0) -> str:
     places = 6
     if isinstance(mean, float) and row.runs:
         places = max(0, 3 - math.floor(math.log10(abs(factor * mean)))) if mean else 0
-    both = [round(factor * one, places) for one in (mean, std) if one is not None]
-    return " ± ".join(f"{one:.10g}" for one in both)
+    rounded = [round(factor * number, places) for number in (mean, std) if number is not None]
+    return " ± ".join(f"{number:.10g}" for number in rounded)
 
 
 def _cell(name: str) -> Callable[[Row], str]:

@@ -105,7 +105,8 @@ def published(recipe: str) -> list[Row]:
     for line in csv.DictReader(file.read_text().splitlines()):
         cells: dict[str, Any] = {name: _value(text) for name, text in line.items() if text}
         for name in _STATISTICS:
-            cells[name] = Statistic(*(cells.pop(f"{name}_{of}", None) for of in Statistic._fields))
+            mean, std = (cells.pop(f"{name}_{part}", None) for part in Statistic._fields)
+            cells[name] = Statistic(mean, std)
         rows.append(Row(**cells))
     return rows
 

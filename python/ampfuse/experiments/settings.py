@@ -135,7 +135,7 @@ class Script:
 def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     """Parse `argv`; flags may have "_" for "-", as in the published scripts."""
     text = f"{script.title}\n\nRecipes (published settings; flags override them), and variants:\n"
-    text += "".join(f"  {one.name:<9} {one.title}\n" for one in script.recipes)
+    text += "".join(f"  {recipe.name:<9} {recipe.title}\n" for recipe in script.recipes)
     text += "".join(f"  {name:<9} {what}\n" for name, what in VARIANTS.items())
     look = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog=prog, description=text, formatter_class=look, allow_abbrev=False)
@@ -159,17 +159,27 @@ def _add_what(parser: argparse.ArgumentParser, script: Script) -> None:
     default = f" (default: {script.data or 'none'})"
     add("--data", metavar="PATH|digits|synthetic", help=sources + default)
     add("data", nargs="?", default=argparse.SUPPRESS, metavar="DATA", help="the same as --data")
-    one_variant = group.add_mutually_exclusive_group().add_argument
-    variants = "one or several, or all (default: FP32 and O2, or O5 on a CPU)"
-    one_variant("--variant", nargs="+", choices=(*VARIANTS, "all"), metavar="NAME", help=variants)
-    one_variant("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O1")
-    one_variant("--fp16", **_ON, help="E4's name for O2 with a static scale")
+    one_variant = group.add_mutually_exclusive_group()
+    one_variant.add_argument(
+        "--variant",
+        nargs="+",
+        choices=(*VARIANTS, "all"),
+        metavar="NAME",
+        help="one or several, or all (default: FP32 and O2, or O5 on a CPU)",
+    )
+    one_variant.add_argument(
+        "--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O1"
+    )
+    one_variant.add_argument("--fp16", **_ON, help="E4's name for O2 with a static scale")
     modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
     add("--mode", choices=("FP32", "FP16", "amp"), help=modes)
-    one_scale = group.add_mutually_exclusive_group().add_argument
-    scaled = "for variants that scale the loss"
-    one_scale("--loss-scale", type=scale, metavar="N|dynamic", help=scaled)
-    one_scale("--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N")
+    one_scale = group.add_mutually_exclusive_group()
+    one_scale.add_argument(
+        "--loss-scale", type=scale, metavar="N|dynamic", help="for variants that scale the loss"
+    )
+    one_scale.add_argument(
+        "--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N"
+    )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--GPU", metavar="NAME", help="name of the device in results (default: its own)")
     add("--output", "-o", type=Path, default=Path("results"), metavar="DIR", help="for results")
@@ -209,11 +219,12 @@ def runs_of(args: argparse.Namespace, script: Script, device: torch.device) -> l
         flags["iterations"] = args.prof
     variants, runs = _variants(args, device), []
     for size in dict.fromkeys(flags.pop("batch_size", [None])):
-        flags |= {"batch_size": size} if size else {}
+        if size:
+            flags["batch_size"] = size
         of_size = [_resolved(recipe, flags | variant, device) for variant in variants]
         # Variants take turns, so that other load of the machine affects all of them alike.
-        repeats = range(of_size[0].repeats)
-        runs += [dataclasses.replace(one, repeat=r) for r in repeats for one in of_size]
+        for repeat in range(of_size[0].repeats):
+            runs += [dataclasses.replace(settings, repeat=repeat) for settings in of_size]
     return runs
 
 

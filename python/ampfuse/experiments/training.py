@@ -104,22 +104,22 @@ class Run:
 
     def build(self) -> Variant:
         """A new network with an optimizer, in the precision of the run's variant."""
-        of = self.settings
-        distributed.check(of, self.world, self.device)
+        settings = self.settings
+        distributed.check(settings, self.world, self.device)
         sizes = {name: getattr(self.data, name) for name in ("classes", "channels", "image_size")}
         try:
-            model = models.build(of.model, dropout=of.dropout, **sizes)
+            model = models.build(settings.model, dropout=settings.dropout, **sizes)
         except ValueError as error:
-            raise UsageError(f"--model {of.model}: {error}") from error
-        layout = torch.channels_last if of.channels_last else torch.contiguous_format
+            raise UsageError(f"--model {settings.model}: {error}") from error
+        layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         model.to(self.device, memory_format=layout)
-        if of.sync_bn:
+        if settings.sync_bn:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        if of.fsdp:
-            distributed.shard(model, separate_norms=of.precision in distributed.HALF_LEVELS)
-        loss_of = squared_error if of.model == "mlp" else nn.functional.cross_entropy
-        variant = build_variant(of, model, loss_of, self.device)
-        if self.world.size > 1 and not of.fsdp:
+        if settings.fsdp:
+            distributed.shard(model, separate_norms=settings.precision in distributed.HALF_LEVELS)
+        loss_of = squared_error if settings.model == "mlp" else nn.functional.cross_entropy
+        variant = build_variant(settings, model, loss_of, self.device)
+        if self.world.size > 1 and not settings.fsdp:
             ids = [self.device.index] if self.device.type == "cuda" else None
             variant.model = nn.parallel.DistributedDataParallel(variant.model, device_ids=ids)
         return variant
@@ -131,8 +131,8 @@ class Run:
         from tqdm import tqdm
 
         self.variant = variant = self._start()
-        of = self.settings
-        title = f"{of.model} {of.variant} {of.repeat + 1}/{of.repeats}"
+        settings = self.settings
+        title = f"{settings.model} {settings.variant} {settings.repeat + 1}/{settings.repeats}"
         hidden = True if self.world.rank else None  # None: hidden unless in a terminal
         bar = tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
         with bar as self._bar, self._profile():
@@ -140,7 +140,8 @@ class Run:
             while self.step < self.total:
                 batches = self.data.train_batches(*divmod(self.step, self.data.batches_per_epoch))
                 for inputs, targets in islice(batches, self.total - self.step):
-                    self._lr = of.lr * lr_factor(of.schedule, self.step, self.total, of.warmup)
+                    schedule = settings.schedule, self.step, self.total, settings.warmup
+                    self._lr = settings.lr * lr_factor(*schedule)
                     variant.set_lr(self._lr)
                     self._note(*variant.step(inputs, targets))  # nothing here waits for the device
                 self._end_epoch()
@@ -210,7 +211,8 @@ class Run:
     def _end_interval(self) -> None:
         """Wait for the device, and read the measurements of the interval's steps."""
         record = self.record
-        record.step_ms += self._clock.flush() if self.step > self._timed_from else []
+        if self.step > self._timed_from:
+            record.step_ms += self._clock.flush()
         losses, scales, skipped = torch.stack(self._steps).T.tolist()
         self._steps.clear()
         losses = [total / self.world.size for total in self.world.sum(losses)]
@@ -277,11 +279,6 @@ class Run:
     def result(self, diverged: Diverged | None = None) -> Result:
         """The contents of the result file: JSON, with None in place of NaN and infinity."""
         record, settings = self.record, asdict(self.settings)
-        times, images = record.step_ms or [math.nan], settings["batch_size"] * self.world.size
-        mean_ms = statistics.fmean(times)
-        finite = (i for i, loss in enumerate(record.losses, 1) if math.isfinite(loss))
-        stopped = {"step": min(max(finite, default=0) + 1, self.step), "reason": str(diverged)}
-        test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
         now = datetime.datetime.now(datetime.timezone.utc)
         result = {
             "format": FORMAT,
@@ -290,19 +287,10 @@ class Run:
             "seed": self.seed,
             "iterations": self.total,  # the intended length if the run diverged
             "epochs": self.total / self.data.batches_per_epoch,
-            "time_s": mean_ms * self.total / 1e3,
-            "memory_mb": record.memory_bytes / 1e6,
-            "memory_kind": self.memory.kind if self._tensors is None else "tensors",
-            "accuracy_pct": test["accuracy"] and 100 * test["accuracy"],
-            "test_loss": test["loss"],
-            "images_per_s": 1e3 * images / mean_ms,
-            "images_per_s_min": 1e3 * images / max(times),
-            "images_per_s_max": 1e3 * images / min(times),
-            "loss_last": record.losses[-1] if record.losses else None,
-            "loss_mean": mean_of_finite(record.losses),
+            **self._measured(),
             "loss_scale": self.variant.loss_scale(),
             "skipped_steps": record.skipped_steps,
-            "diverged": stopped if diverged else None,
+            "diverged": self._stop(diverged) if diverged else None,
             "conditions": {  # what repeats have in common, except the fields above
                 **{name: settings[name] for name in settings if name not in _NO_CONDITION},
                 **self.data.describe(),
@@ -317,8 +305,34 @@ class Run:
             "evaluations": record.evaluations,
             "finished": now.isoformat(timespec="seconds"),
         }
-        # NaN and infinity, which JSON does not have, become None.
         return json.loads(json.dumps(result), parse_constant=lambda name: None)
+
+    def _measured(self) -> dict[str, Any]:
+        """What a result has of speed, memory and losses."""
+        record = self.record
+        times = record.step_ms or [math.nan]
+        mean_ms = statistics.fmean(times)
+        images = self.settings.batch_size * self.world.size
+        test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
+        accuracy = test["accuracy"]
+        return {
+            "time_s": mean_ms * self.total / 1e3,
+            "memory_mb": record.memory_bytes / 1e6,
+            "memory_kind": self.memory.kind if self._tensors is None else "tensors",
+            "accuracy_pct": None if accuracy is None else 100 * accuracy,
+            "test_loss": test["loss"],
+            "images_per_s": 1e3 * images / mean_ms,
+            "images_per_s_min": 1e3 * images / max(times),
+            "images_per_s_max": 1e3 * images / min(times),
+            "loss_last": record.losses[-1] if record.losses else None,
+            "loss_mean": mean_of_finite(record.losses),
+        }
+
+    def _stop(self, diverged: Diverged) -> dict[str, Any]:
+        """The step after the last finite loss, and the reason."""
+        losses = enumerate(self.record.losses, 1)
+        last_finite = max((step for step, loss in losses if math.isfinite(loss)), default=0)
+        return {"step": min(last_finite + 1, self.step), "reason": str(diverged)}
 
 
 def lr_factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> float:

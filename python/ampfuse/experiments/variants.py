@@ -56,20 +56,25 @@ class Variant:
 
     policy: dict[str, Any]
 
-    def __init__(self, of: Settings, model: nn.Module, loss_of: Loss, device: torch.device) -> None:
-        self.settings, self.loss_of, self.device = of, loss_of, device
+    def __init__(
+        self, settings: Settings, model: nn.Module, loss_of: Loss, device: torch.device
+    ) -> None:
+        self.settings, self.loss_of, self.device = settings, loss_of, device
         self.model = self.bare_model = model
         self._one, self._zero = torch.ones((), device=device), torch.zeros((), device=device)
         # A level replaces the optimizer by ampfuse's. torch's fused SGD does not support shards. A
         # captured step reads its learning rate from the device.
-        sharded_sgd = of.fsdp and of.optimizer == "sgd"
-        fused = True if of.precision not in LEVELS and not sharded_sgd else None
-        lr = torch.tensor(of.lr, device=device) if of.graph else of.lr
-        options: dict[str, Any] = {"lr": lr, "weight_decay": of.weight_decay, "fused": fused}
-        options |= {"momentum": of.momentum} if of.optimizer == "sgd" else {"capturable": of.graph}
-        self.optimizer: Any = _OPTIMIZERS[of.optimizer](model.parameters(), **options)
-        self.step = GraphedCall(self.eager_step) if of.graph else self.eager_step
-        self._half = _HALVES.get(of.precision)
+        sharded_sgd = settings.fsdp and settings.optimizer == "sgd"
+        fused = True if settings.precision not in LEVELS and not sharded_sgd else None
+        lr = torch.tensor(settings.lr, device=device) if settings.graph else settings.lr
+        options: dict[str, Any] = {"lr": lr, "weight_decay": settings.weight_decay, "fused": fused}
+        if settings.optimizer == "sgd":
+            options["momentum"] = settings.momentum
+        else:
+            options["capturable"] = settings.graph
+        self.optimizer: Any = _OPTIMIZERS[settings.optimizer](model.parameters(), **options)
+        self.step = GraphedCall(self.eager_step) if settings.graph else self.eager_step
+        self._half = _HALVES.get(settings.precision)
         self._set_up()
 
     def _set_up(self) -> None:
@@ -151,19 +156,20 @@ class _Level(Variant):
     """ampfuse: ``amp.initialize`` at O0 to O5."""
 
     def _set_up(self) -> None:
-        of = self.settings
+        settings = self.settings
         has_norms = any(isinstance(module, _BatchNorm) for module in self.model.modules())
-        fuse = of.fuse
+        half_weights = settings.precision in HALF_LEVELS
+        fuse = settings.fuse
         if fuse is None:  # sharded apart from half weights, batch norms cannot be fused
-            fuse = of.precision not in ("O0", "O3") and of.channels_last
-            fuse = fuse and not (of.fsdp and of.precision in HALF_LEVELS)
+            fuse = settings.precision not in ("O0", "O3") and settings.channels_last
+            fuse = fuse and not (settings.fsdp and half_weights)
         self.model, self.optimizer = amp.initialize(
             self.model,
             self.optimizer,
-            opt_level=of.precision,
-            keep_batchnorm_fp32=of.keep_batchnorm_fp32 if of.precision in HALF_LEVELS else None,
-            loss_scale=of.loss_scale if of.precision != "O0" else None,
-            growth_interval=of.growth_interval,
+            opt_level=settings.precision,
+            keep_batchnorm_fp32=settings.keep_batchnorm_fp32 if half_weights else None,
+            loss_scale=settings.loss_scale if settings.precision != "O0" else None,
+            growth_interval=settings.growth_interval,
             fuse=fuse and has_norms,
             verbosity=0,
         )
