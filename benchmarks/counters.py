@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from harness.cases import Case
-from harness.routes import Ours
+from harness.routes import AmpfuseRoute
 from layers import Call
 
 STALLS = (
@@ -45,7 +45,7 @@ MODES = "ampfuse", "ampfuse 8bit", "ampfuse split 8bit", "ampfuse split bf16"
 def calls(device: torch.device, case: Case = CASE) -> Iterator[Callable[[], object]]:
     """A step in each of the `MODES`, and a batch norm forward and backward."""
     for mode in MODES:
-        yield Ours(case, device, mode)
+        yield AmpfuseRoute(case, device, mode)
     yield Call("norm-256-56-residual", "fused", device)
 
 

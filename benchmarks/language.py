@@ -22,11 +22,12 @@ import torch
 from harness.measuring import Clock, Worker, held_bytes, measure
 from harness.options import options_of
 from harness.results import RESULTS, Results, conditions, put, rows_of
-from nets import Ours, Step, TorchAmp
+from nets import AmpfuseStep, Step, TorchAmp
 from torch import Tensor, nn
 
-# Layers, width, inner width, heads, vocabulary size: 322 million parameters, less for --quick.
-SIZES = {False: (20, 1024, 2816, 16, 32000), True: (2, 64, 128, 2, 8192)}
+# Layers, width, inner width, heads, vocabulary size.
+SIZE = (20, 1024, 2816, 16, 32000)  # 322 million parameters
+QUICK_SIZE = (2, 64, 128, 2, 8192)
 BATCH, TOKENS = 1, 128
 STEPS, WARM_UP, OF_A_POINT = 200, 20, 20
 OPTIONS: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -50,7 +51,7 @@ class OnText(Step):
     def make_model(self, network: str, quick: bool, device: torch.device) -> None:
         import transformers as hf
 
-        layers, width, inner, heads, vocab_size = SIZES[quick]
+        layers, width, inner, heads, vocab_size = QUICK_SIZE if quick else SIZE
         sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner}
         config = hf.LlamaConfig(
             vocab_size=vocab_size, num_attention_heads=heads, use_cache=False, **sizes
@@ -107,7 +108,7 @@ class EightBit(OnText):
         return bitsandbytes.optim.AdamW8bit(params, **OPTIONS)
 
 
-class O5(Ours, OnText):
+class O5(AmpfuseStep, OnText):
     """O5, fused; `memory` has options of the optimizer."""
 
     def __init__(self, *arguments: Any, master_weights: Any = True, **memory: Any) -> None:
@@ -178,10 +179,9 @@ def main() -> None:
         calls = {name: worker_of(name, stack) for name in wanted}
         times = measure(calls, options.repeats, 2)
         answers = {name: call.answer() for name, call in calls.items()}
-        memory = {
-            name: call.memory_mib() + answers[name]["held"] / 2**20 * (device.type == "cpu")
-            for name, call in calls.items()
-        }
+        memory = {name: call.memory_mib() for name, call in calls.items()}
+        if device.type == "cpu":  # where that is what a call allocates
+            memory = {name: mib + answers[name]["held"] / 2**20 for name, mib in memory.items()}
     params = next(iter(answers.values()))["params"]
     held = {name: round(answer["held"] / params, 2) for name, answer in answers.items()}
     case = f"Llama {params / 1e6:.0f}M (batch {BATCH}, sequence {TOKENS})"

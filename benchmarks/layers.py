@@ -138,13 +138,14 @@ def layer_of(case: str, kind: str) -> Layer:
     name, *sizes = case.split("-")
     if name == "norm":
         channels, side = map(int, sizes[:2])
-        image, residual = (BATCH[kind], channels, side, side), case.endswith("residual")
+        image = (BATCH[kind], channels, side, side)
+        residuals = 1 if case.endswith("residual") else 0
         variants = {"torch": norm, "fused": fused_norm, "cuDNN": cudnn_norm}
         # moments, apply, reduce, dx; a residual is read, and its gradient written and read
-        half_bytes = 2 * (1 + 2 + 2 + 3 + 2 * residual) + 3 / 8
+        half_bytes = 2 * (1 + 2 + 2 + 3 + 2 * residuals) + 3 / 8
         count = max(1, (96 << 20) // (2 * math.prod(image)))
-        weights = [(channels,)] * 2
-        return Layer(variants, [image] * (1 + residual), weights, torch.float32, half_bytes, count)
+        images, weights = [image] * (1 + residuals), [(channels,)] * 2
+        return Layer(variants, images, weights, torch.float32, half_bytes, count)
     _, columns = shape = ROWS[case]
     if name in ("rows", "rms"):  # forward, backward, weights
         variants = {"torch": add_norm, "fused": fused_add_norm}

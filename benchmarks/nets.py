@@ -56,7 +56,8 @@ def size_of(network: str, quick: bool, device: torch.device) -> tuple[int, int]:
     _, side, *batches = NETWORKS[network]
     if quick:
         return side if network.startswith("vit") else min(side, 32), 2
-    return side, batches[device.type == "cuda"]
+    on_cpu, on_gpu = batches
+    return side, on_gpu if device.type == "cuda" else on_cpu
 
 
 def case_of(network: str, options: Any) -> str:
@@ -179,7 +180,7 @@ class TorchAmp(Step):
         self.scaler.update()
 
 
-class Ours(Step):
+class AmpfuseStep(Step):
     """O5, which our other variants change. `unfused` are parts that are not fused, `clip` is
     "torch's" or "ours", `compiled` is "model", or "loss" for model and loss as one function, and
     `memory` has options of `amp.initialize` and of parameter groups."""
@@ -232,7 +233,7 @@ class Ours(Step):
             nn.utils.clip_grad_norm_(self.amp.master_params(self.optimizer), 1.0)
 
 
-class Captured(Ours):
+class Captured(AmpfuseStep):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         from ampfuse.graphs import make_graphed_step
 
@@ -244,14 +245,14 @@ class Captured(Ours):
         return self.captured(self.x, self.y)
 
 
-class Share(Ours):
-    """Milliseconds that operations of one kind take of a step."""
+class Share(AmpfuseStep):
+    """What operations of one kind take of a step."""
 
     def __init__(self, kind: str, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.names = KINDS[kind]
 
-    def __call__(self) -> float:  # its own measure, see `Variant`
+    def milliseconds(self) -> float:
         with profile() as profiled:
             self.step()
         time = "self_device_time_total" if self.x.is_cuda else "self_cpu_time_total"
@@ -267,8 +268,8 @@ Variants = dict[str, Callable[..., Step]]
 # The variants of the tables come first.
 VARIANTS: Variants = {
     "torch.amp, expert": partial(TorchAmp, expert="default"),
-    "O5": Ours,
-    "O5, compiled": partial(Ours, compiled="model"),
+    "O5": AmpfuseStep,
+    "O5, compiled": partial(AmpfuseStep, compiled="model"),
     "torch.amp": TorchAmp,
     "torch.amp, compiled": partial(TorchAmp, compiled=True),
     "FP32": Step,
@@ -280,21 +281,24 @@ ON_GPU: Variants = {
 }
 MORE: Variants = {
     "torch.amp, .float() loss": partial(TorchAmp, cast=Tensor.float),
-    "O5, .float() loss": partial(Ours, cast=Tensor.float),
-    "O4": partial(Ours, level="O4", fuse=False),
-    "O5, unfused": partial(Ours, fuse=False),
-    "O5, recomputed": partial(Ours, recompute=True),
+    "O5, .float() loss": partial(AmpfuseStep, cast=Tensor.float),
+    "O4": partial(AmpfuseStep, level="O4", fuse=False),
+    "O5, unfused": partial(AmpfuseStep, fuse=False),
+    "O5, recomputed": partial(AmpfuseStep, recompute=True),
 }
 PARTS: Variants = {
-    "O5, torch's loss": partial(Ours, cast=methodcaller("as_subclass", Tensor)),
-    **{f"O5, torch's {part}": partial(Ours, unfused=[part]) for part in ("norms", "activations")},
-    "O5, clipped": partial(Ours, clip="ours"),
-    "O5, torch's clipping": partial(Ours, clip="torch's"),
+    "O5, torch's loss": partial(AmpfuseStep, cast=methodcaller("as_subclass", Tensor)),
+    **{
+        f"O5, torch's {part}": partial(AmpfuseStep, unfused=[part])
+        for part in ("norms", "activations")
+    },
+    "O5, clipped": partial(AmpfuseStep, clip="ours"),
+    "O5, torch's clipping": partial(AmpfuseStep, clip="torch's"),
 }
 HOST: Variants = {
     "torch.amp": partial(TorchAmp, half="float16"),
     "FP32": Step,
-    "ampfuse O1": partial(Ours, level="O1", fuse=False),
+    "ampfuse O1": partial(AmpfuseStep, level="O1", fuse=False),
 }
 # Parts of the names of torch's operations, on the CPU as on GPUs.
 KINDS = {
@@ -310,7 +314,8 @@ def variants_of(network: str, options: Any) -> Variants:
         return HOST
     on_gpu = options.device.type == "cuda"
     variants = VARIANTS | (ON_GPU if on_gpu else {}) | MORE | (PARTS if options.parts else {})
-    variants |= {"O2": partial(Ours, level="O2")} if on_gpu else {}
+    if on_gpu:
+        variants["O2"] = partial(AmpfuseStep, level="O2")
     left_out = ["O5, torch's activations" if network in NORMED else "O5, recomputed"]
     if network not in LANGUAGE:
         left_out += [name for name in variants if ".float()" in name]
@@ -382,11 +387,16 @@ def main() -> None:
             ours = not variant.startswith(("torch", "FP32"))
             return processes.enter_context(Worker(clock, options.device, with_ampfuse=ours))
 
-        of_tables = VARIANTS | ON_GPU
-        passes = [{True}, {False}] if in_a_row else [{True, False}]  # whether they are of tables
-        for wanted, network in product(passes, networks):
+        def in_tables(variant: str) -> bool:
+            return variant in VARIANTS or variant in ON_GPU
+
+        passes = ["tables", "others"] if in_a_row else ["all"]
+        for part, network in product(passes, networks):
             variants = variants_of(network, options)
-            variants = {n: make for n, make in variants.items() if (n in of_tables) in wanted}
+            if part == "tables":
+                variants = {name: variants[name] for name in variants if in_tables(name)}
+            elif part == "others":
+                variants = {name: variants[name] for name in variants if not in_tables(name)}
             for group in rows(network, variants, options, in_a_row, worker_of):
                 results.add(group)
             if not in_a_row:

@@ -20,7 +20,7 @@ from harness.measuring import COLD_BYTES, Clock, Worker, held_bytes
 from harness.models import TEXTS, image_model, text_model
 from harness.options import options_of
 from harness.results import RESULTS, conditions, put, read
-from nets import NETWORKS, Ours, case_of, loss_of, optimizer_of, size_of
+from nets import NETWORKS, AmpfuseStep, case_of, loss_of, optimizer_of, size_of
 from torch import Tensor, nn
 
 import ampfuse
@@ -113,7 +113,7 @@ def measured_before(network: str, options: Any) -> Iterator[PlanRow]:
             yield row_of(row.case, label, kind, held, peak, row.hardware, row.date)
 
 
-class Held(Ours):
+class Held(AmpfuseStep):
     """A step whose gradients go at once, so that nothing but the training is held after it."""
 
     def step(self) -> None:

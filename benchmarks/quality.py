@@ -35,7 +35,9 @@ from ampfuse.experiments.training import lr_factor
 from ampfuse.experiments.variants import squared_error
 
 CPU = torch.device("cpu")
-# Options of ``amp.initialize`` and the optimizer by variant. A task's first is its reference.
+# Options of ``amp.initialize`` (default: O5) and the optimizer by variant; a task's first is its
+# reference. The memory modes, the levels with and without fused batch norms, and two that short
+# tasks compare.
 MODES: dict[str, dict[str, Any]] = {
     "FP32 states, masters": {},
     "split": {"master_weights": "split"},
@@ -45,12 +47,13 @@ MODES: dict[str, dict[str, Any]] = {
     "BF16, nearest": {"master_weights": False},
     "BF16, stochastic": {"master_weights": False, "rounding": "stochastic"},
 }
+# A curve's colour and dash.
 _LINES = dict(zip(MODES, ["k-", "C0-", "C2-", "C3-", "C1-", "k--", "k:"], strict=True))
 LEVELS: dict[str, dict[str, Any]] = {"O0": {"opt_level": "O0"}}
 for _level in ("O1", "O2", "O4", "O5"):
     LEVELS[_level] = {"opt_level": _level}
     LEVELS[f"{_level}, fused"] = {"opt_level": _level, "fuse": True}
-SMALL = {"FP32": {"opt_level": "O0"}, "O5, split, 8bit": MODES["split, 8bit"]}
+SHORT = {"FP32": {"opt_level": "O0"}, "O5, split, 8bit": MODES["split, 8bit"]}
 SEEDS = range(3)
 _POINTS = 25  # of a curve: each is the mean loss since the one before
 
@@ -139,9 +142,9 @@ _text = Task(
     steps=3000,
     batch=16,
 )
-_short_text = _text._replace(file="muon_quality.csv", variants=SMALL, steps=1500)
+_short_text = _text._replace(file="muon_quality.csv", variants=SHORT, steps=1500)
 _short_wide = _wide._replace(
-    file="muon_quality.csv", variants=SMALL, build=network("wrn16_4"), steps=110, batch=64
+    file="muon_quality.csv", variants=SHORT, build=network("wrn16_4"), steps=110, batch=64
 )
 TASKS = {
     "wide-resnet": _wide,
@@ -268,8 +271,8 @@ def table(rows: Sequence[Row]) -> list[str]:
             ]
             shown = [_range(values) for values in (*losses, [r.accuracy for r in found])]
             lines.append([task, variant, *shown, ", ".join(within)])
-    said = [i for i in range(len(columns)) if any(line[i] for line in lines)]
-    return markdown([columns[i] for i in said], [[line[i] for i in said] for line in lines])
+    filled = [i for i in range(len(columns)) if any(line[i] for line in lines)]
+    return markdown([columns[i] for i in filled], [[line[i] for i in filled] for line in lines])
 
 
 def _range(values: list[float]) -> str:

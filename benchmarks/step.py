@@ -23,7 +23,7 @@ from harness.limits import bounds, muon_bounds
 from harness.measuring import Clock, HostClock, Times, Variant, Worker, WorkerError, measure
 from harness.options import options_of
 from harness.results import Results, Row, rows_of
-from harness.routes import METER, MODES, SKIPS, Ours, peer_route, peers, started, tensors_of
+from harness.routes import METER, MODES, SKIPS, AmpfuseRoute, peer_route, peers, started, tensors_of
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
 ) -> list[Row]:
     """Measures all variants of a case with as many threads as torch is set to."""
     device = clock.device
-    route = started(Ours(case, device))
+    route = started(AmpfuseRoute(case, device))
     expected = route.answer()
     moved = {"ampfuse": route.bytes_per_param}
     ours: dict[str, Callable[[], float]] = {"ampfuse": Variant(clock, route)}
@@ -59,7 +59,7 @@ def run(
     if modes and case.optimizer == "AdamW" and case.half:
         variants += MODES
     for name in variants:  # one at a time, for memory's sake
-        route = started(Ours(case, device, name))
+        route = started(AmpfuseRoute(case, device, name))
         moved[name] = route.bytes_per_param
         measure_beside_ours(name, Variant(clock, route))
         del route

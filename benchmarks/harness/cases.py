@@ -68,9 +68,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        what = [self.optimizer.lower(), self.tensors, self.precision, self.gradients]
-        does = [self.does] * (self.does != "clip")
-        return "-".join(filter(None, ["quick"] * self.quick + what + does))
+        quick = "quick" if self.quick else ""
+        does = "" if self.clip else self.does
+        what = self.optimizer.lower(), self.tensors, self.precision, self.gradients
+        return "-".join(filter(None, [quick, *what, does]))
 
     @property
     def columns(self) -> dict[str, Any]:

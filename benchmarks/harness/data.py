@@ -18,10 +18,11 @@ def digits(side: int) -> tuple[Tensor, ...]:
 
     Pixels are repeated, as those of the published losses were.
     """
-    train, test, facts = sets.digits(8)
+    train, test, properties = sets.digits(8)
+    (mean,), (std,) = properties.mean, properties.std
 
     def images(part: sets.Split) -> Tensor:
-        return F.interpolate((part.images / 255 - facts.mean[0]) / facts.std[0], side)
+        return F.interpolate((part.images / 255 - mean) / std, side)
 
     return images(train), train.labels, images(test), test.labels
 

@@ -44,6 +44,13 @@ def fastest(by: Group) -> tuple[Row, Row]:
     return theirs, ours
 
 
+def _compared(ours: Row, theirs: Row) -> str:
+    """Who is faster beyond the spread of both, from ours' side."""
+    if ours.p80_ms < theirs.p20_ms:
+        return "faster"
+    return "slower" if ours.p20_ms > theirs.p80_ms else "as fast within the spread"
+
+
 def _whole(row: Row) -> str:
     return spread(row, 0 if row.median_ms >= 100 else 1)
 
@@ -65,7 +72,7 @@ def _variants(names: Sequence[str], unit: str, cell: Callable[[Row], str]) -> Co
 
 def _gain(by: Group) -> str:
     theirs, ours = fastest(by)
-    mark = "**" * (ours.p80_ms < theirs.p20_ms)  # beyond the spread of both
+    mark = "**" if _compared(ours, theirs) == "faster" else ""
     return f"{mark}{theirs.median_ms / ours.median_ms:.2f}x{mark}"
 
 
@@ -105,9 +112,8 @@ def in_short(rows: Sequence[Row]) -> list[str]:
     found: dict[str, list[str]] = {"faster": [], "as fast within the spread": [], "slower": []}
     for name, by in groups:
         theirs, ours = fastest(by)
-        place = 1 - (ours.p80_ms < theirs.p20_ms) + (ours.p20_ms > theirs.p80_ms)
         gain = theirs.median_ms / ours.median_ms
-        found[[*found][place]].append(f"{name.split(' (')[0]} ({gain:.2f}x)")
+        found[_compared(ours, theirs)].append(f"{name.split(' (')[0]} ({gain:.2f}x)")
     said = "; ".join(f"{place} for {', '.join(gains)}" for place, gains in found.items() if gains)
     return [
         *table("model", groups, _times((), _number)),
@@ -134,8 +140,7 @@ def network_figure(rows: list[Row], theme: str) -> str:
     drawn = {name: [row.median_ms for row in three] for name, three in chosen.items()}
     scale = 330 / max(map(max, drawn.values()))
     parts, y = [], 0
-    for place, (variant, colour) in enumerate(zip(_BARS, colours, strict=True)):
-        x = (0, 70, 265)[place]
+    for x, variant, colour in zip((0, 70, 265), _BARS, colours, strict=True):
         parts.append(f'<rect x="{x}" y="2" width="11" height="11" rx="2" fill="{colour}"/>')
         parts.append(f'<text x="{x + 17}" y="12">{variant}</text>')
     for name, steps in drawn.items():

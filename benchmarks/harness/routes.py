@@ -100,7 +100,7 @@ class Route:
         return [param.detach().flatten()[::stride].tolist() for param in self.params]
 
 
-class Ours(Route):
+class AmpfuseRoute(Route):
     """ampfuse's optimizer and scaler; `name` is one of `MODES`, `METER` or `SKIPS`, or has FP32
     masters and states. Its passes read and write `bytes_per_param`."""
 
@@ -120,8 +120,9 @@ class Ours(Route):
         self.optimizer = getattr(ampfuse.optim, case.optimizer)(params, **options)
         if name in METER:
             self.optimizer.meter(history=1, **METER[name])
-        inspects = name in SKIPS and not case.clip
-        self.bytes_per_param = float(step_bytes) + case.dtype.itemsize * inspects
+        self.bytes_per_param = float(step_bytes)
+        if name in SKIPS and not case.clip:  # reads the gradients before the update
+            self.bytes_per_param += case.dtype.itemsize
 
     def __call__(self) -> None:
         self.scaler.step(self.optimizer)

@@ -73,8 +73,9 @@ def variants_table(rows: Sequence[Row]) -> list[str]:
         share = "" if row is None or math.isnan(row.share_of_copy) else f", {row.share_of_copy:.0%}"
         return spread(row) + share
 
-    several, groups = len({row.threads for row in rows}) > 1, []
+    several = len({row.threads for row in rows}) > 1
+    groups = []
     for by in _grouped(rows):
         row = next(iter(by.values()))
-        groups.append((row.case + f", {row.threads} threads" * several, by))
+        groups.append((f"{row.case}, {row.threads} threads" if several else row.case, by))
     return table("ms", groups, {row.variant: partial(cell, row.variant) for row in rows})

@@ -40,8 +40,7 @@ def conditions_of(rows: Sequence[Row], *, spread: bool = True) -> str:
     count = min(row.n for row in rows)
     columns = ("{hardware}", "{isa}", "torch {torch}", "ampfuse {ampfuse}", "{peer}", "{date}")
     values = dict.fromkeys(column.format(**vars(row)) for column in columns for row in rows)
-    return (
-        f"{', '.join(filter(None, values))}. "
-        f"Median of {count}{' or more' * any(row.n > count for row in rows)}"
-        f"{', 20th to 80th percentile' * spread}."
-    )
+    text = f"{', '.join(filter(None, values))}. Median of {count}"
+    if any(row.n > count for row in rows):
+        text += " or more"
+    return f"{text}, 20th to 80th percentile." if spread else f"{text}."
