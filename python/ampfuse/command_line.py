@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import runpy
 import sys
 import tempfile
 from collections.abc import Callable
@@ -54,6 +55,35 @@ def status_of(run: Callable[[], int], prog: str, left: str = "nothing was writte
     except KeyboardInterrupt:
         print(f"\nInterrupted; {left}.", file=sys.stderr)
         return 130  # as a shell reports Ctrl-C
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a script as ``python`` takes it."""
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module name")
+    parser.add_argument("script", metavar="SCRIPT", help="the script, as given to python")
+    parser.add_argument(
+        "args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's arguments"
+    )
+
+
+def check_script(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit with an error if the script's file is missing."""
+    if not args.module and not os.path.exists(args.script):
+        parser.error(f"no such file: {args.script}")
+
+
+def enter_script(args: argparse.Namespace) -> None:
+    """Set ``sys.argv`` and ``sys.path[0]`` as ``python`` sets them for the script."""
+    sys.argv = [args.script, *args.args]
+    sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.realpath(args.script))
+
+
+def run_script(args: argparse.Namespace) -> None:
+    """Run the script as ``__main__``."""
+    if args.module:
+        runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(args.script, run_name="__main__")
 
 
 def at_least(least: int) -> Callable[[str], int]:

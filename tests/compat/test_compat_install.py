@@ -121,13 +121,19 @@ def script(tmp_path, text):
     return str(path)
 
 
-def test_the_program_runs_a_script_as_python_does(tmp_path, capsys):
+@pytest.mark.parametrize("is_link", [False, True])
+def test_the_program_runs_a_script_as_python_does(is_link, tmp_path, capsys):
+    """Also a link: what lies beside the file that it leads to is imported."""
     (tmp_path / "helper.py").write_text("value = 42\n")
     path = script(
         tmp_path,
         "import sys, helper, apex, amp_C\n"
         "print(__name__, sys.argv, __file__, helper.value, apex.__name__)\n",
     )
+    if is_link:
+        (tmp_path / "links").mkdir()
+        (tmp_path / "links" / "train.py").symlink_to(path)
+        path = str(tmp_path / "links" / "train.py")
     runner.main([path, "--opt-level", "O2", "-x"])
     expected = f"__main__ {[path, '--opt-level', 'O2', '-x']} {path} 42 ampfuse.compat.apex\n"
     assert capsys.readouterr().out == expected

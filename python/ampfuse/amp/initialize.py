@@ -141,8 +141,7 @@ def initialize(
         cast_model_outputs=cast_model_outputs,
         fuse=fuse,
     )
-    if not (isinstance(num_losses, int) and num_losses >= 1):
-        raise ValueError(f"num_losses must be an integer of at least 1, not {num_losses!r}.")
+    check_num_losses(num_losses)
     session = sessions.Session(
         policy=policy,
         loss_scalers=[
@@ -241,6 +240,11 @@ def set_up(
     if policy.autocast_type is not None:
         install_registered()
     return models if optimizers is None else (models, optimizers)
+
+
+def check_num_losses(count: Any) -> None:
+    if not (isinstance(count, int) and count >= 1):
+        raise ValueError(f"num_losses must be an integer of at least 1, not {count!r}.")
 
 
 def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:

@@ -16,7 +16,8 @@ import runpy
 import sys
 import traceback
 
-from ampfuse.command_line import at_least
+from ampfuse import command_line
+from ampfuse.command_line import add_script, at_least, check_script, enter_script, run_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profiled = "steps to time, and as many to profile (default: 10)"
     add("--steps", type=at_least(1), default=10, metavar="N", help=profiled)
     add("--go-on", action="store_true", help="let the script run to its end")
-    add("-m", dest="module", action="store_true", help="SCRIPT is a module name")
-    add("script", metavar="SCRIPT", help="the script, as given to python")
-    add("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's arguments")
+    add_script(parser)
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
@@ -36,8 +35,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     Returns:
         The script's own exit status if it failed; 1 if it ended well but gave too little to see.
     """
-    if not args.module and not os.path.exists(args.script):
-        parser.error(f"no such file: {args.script}")
+    check_script(parser, args)
 
     from ampfuse.doctor import examine
 
@@ -60,20 +58,16 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def _run_script(args: argparse.Namespace) -> int:
     """Run it as python does; its exit status."""
-    sys.argv = [args.script, *args.args]
-    sys.path[0] = os.getcwd() if args.module else os.path.dirname(os.path.realpath(args.script))
+    enter_script(args)
     try:
-        if args.module:
-            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(args.script, run_name="__main__")
+        run_script(args)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0
         print(ended.code, file=sys.stderr)  # as python does
         return 1
     except Exception as error:
-        own = (__file__, runpy.__file__, "<frozen runpy>")
+        own = (__file__, command_line.__file__, runpy.__file__, "<frozen runpy>")
         while (trace := error.__traceback__) and trace.tb_frame.f_code.co_filename in own:
             error = error.with_traceback(trace.tb_next)
         traceback.print_exception(error)

@@ -25,30 +25,60 @@ def deprecated_warning(msg: str) -> None:
 
 
 for _name in (
-    "amp amp_C apex_C contrib fp16_utils fused_adam_cuda mlp multi_tensor_apply normalization "
-    "optimizers parallel reparameterization"
-).split():
+    "amp",
+    "amp_C",
+    "apex_C",
+    "contrib",
+    "fp16_utils",
+    "fused_adam_cuda",
+    "mlp",
+    "multi_tensor_apply",
+    "normalization",
+    "optimizers",
+    "parallel",
+    "reparameterization",
+):
     importlib.import_module(f"{__name__}.{_name}")
 
-# apex's modules whose contents are in another one here: that, their package, their names.
-for _row in (
-    "amp amp amp",
-    "amp.handle amp legacy opt overflow_report",
-    "contrib.clip_grad contrib.clip_grad clip_grad",
-    "contrib.optimizers contrib.optimizers fp16_optimizer fused_adam fused_lamb fused_sgd",
-    "contrib.xentropy contrib.xentropy softmax_xentropy",
-    "fp16_utils fp16_utils fp16util loss_scaler",
-    "mlp mlp mlp",
-    "multi_tensor_apply multi_tensor_apply multi_tensor_apply",
-    "normalization normalization fused_layer_norm",
-    "optimizers.fused optimizers fused_adagrad fused_adam fused_lamb fused_novograd fused_sgd",
-    "optimizers.fused optimizers fused_mixed_precision_lamb",
-    "parallel parallel distributed optimized_sync_batchnorm sync_batchnorm",
-    "reparameterization reparameterization reparameterization weight_norm",
-):
-    _module, _package, *_names = _row.split()
-    _here, _parent = (sys.modules[f"{__name__}.{_name}"] for _name in (_module, _package))
-    vars(_parent).setdefault("__path__", [])  # a package's: Python asks for modules in it
+# Our modules that have the contents of apex's with these names.
+_NAMES = {
+    "amp": ["amp.amp"],
+    "amp.handle": ["amp.legacy", "amp.opt", "amp.overflow_report"],
+    "contrib.clip_grad": ["contrib.clip_grad.clip_grad"],
+    "contrib.optimizers": [
+        "contrib.optimizers.fp16_optimizer",
+        "contrib.optimizers.fused_adam",
+        "contrib.optimizers.fused_lamb",
+        "contrib.optimizers.fused_sgd",
+    ],
+    "contrib.xentropy": ["contrib.xentropy.softmax_xentropy"],
+    "fp16_utils": ["fp16_utils.fp16util", "fp16_utils.loss_scaler"],
+    "mlp": ["mlp.mlp"],
+    "multi_tensor_apply": ["multi_tensor_apply.multi_tensor_apply"],
+    "normalization": ["normalization.fused_layer_norm"],
+    "optimizers.fused": [
+        "optimizers.fused_adagrad",
+        "optimizers.fused_adam",
+        "optimizers.fused_lamb",
+        "optimizers.fused_mixed_precision_lamb",
+        "optimizers.fused_novograd",
+        "optimizers.fused_sgd",
+    ],
+    "parallel": [
+        "parallel.distributed",
+        "parallel.optimized_sync_batchnorm",
+        "parallel.sync_batchnorm",
+    ],
+    "reparameterization": [
+        "reparameterization.reparameterization",
+        "reparameterization.weight_norm",
+    ],
+}
+for _here, _names in _NAMES.items():
+    _module = sys.modules[f"{__name__}.{_here}"]
     for _name in _names:
-        vars(_parent).setdefault(_name, _here)
-        sys.modules[f"{_parent.__name__}.{_name}"] = _here
+        _package, _, _last = f"{__name__}.{_name}".rpartition(".")
+        _parent = sys.modules[_package]
+        vars(_parent).setdefault("__path__", [])  # a package's: Python asks for modules in it
+        vars(_parent).setdefault(_last, _module)
+        sys.modules[f"{_package}.{_last}"] = _module

@@ -65,7 +65,7 @@ def _numbers(p: Tensor, grad: Tensor, *numbers: Any) -> Any:
 
 def _on_lists(step: Callable[..., None], chunk_size: int, flag: Tensor, lists: Any, *numbers: Any):  # type: ignore[no-untyped-def]
     for p, m, v, grad, *copy in zip(*lists, strict=True):
-        second = (flag, p) if step is maybe_adam_undo else (p, *copy, *[p[:0]] * (not copy))
+        second = (flag, p) if step is maybe_adam_undo else (p, *(copy or [p[:0]]))
         step(*second, m, v, grad, *numbers)
 
 

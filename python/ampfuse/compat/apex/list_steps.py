@@ -102,7 +102,7 @@ def multi_tensor_sgd(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     # apex rounds the step to the type of half parameters before adding it. So the step is made in
     # FP32, from the decay on where that comes late, and rounded as half weights of masters are.
     decay = numbers.pop("weight_decay")
-    late = -numbers["lr"] * decay * bool(numbers["wd_after_momentum"])
+    late = -numbers["lr"] * decay if numbers["wd_after_momentum"] else 0.0
     step = [p.float() * late if late else torch.zeros_like(p, dtype=torch.float32) for p in params]
     scaled = [torch.empty_like(t) for t in step]
     early = 0.0 if numbers["wd_after_momentum"] else decay

@@ -13,7 +13,7 @@ from ampfuse.amp import policy as policies
 from ampfuse.amp import session as sessions
 from ampfuse.amp import state_dict as state_dict
 from ampfuse.amp.casts import Casts
-from ampfuse.amp.initialize import set_up, turn_off
+from ampfuse.amp.initialize import check_num_losses, set_up, turn_off
 from ampfuse.compat.apex.amp._amp_state import _amp_state, add_stash, warn_or_err
 from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
 from ampfuse.compat.apex.amp.o1_functions import replace_functions
@@ -110,8 +110,7 @@ def initialize(
             "the loss. Pass a new optimizer that is not wrapped, or keep FP16_Optimizer and do not "
             "use amp."
         )
-    if not (isinstance(num_losses, int) and num_losses >= 1):
-        raise ValueError(f"num_losses must be an integer of at least 1, not {num_losses!r}.")
+    check_num_losses(num_losses)
     bounds = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
     scalers = [LossScaler(policy.loss_scale, **bounds) for _ in range(num_losses)]
     session = sessions.Session(policy, list(scalers), verbosity, everywhere=True)

@@ -94,26 +94,31 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
 
         Options that a saved group lacks stay. apex's count of a group is that of its parameters.
         """
-        state = {key: dict(value) for key, value in state_dict["state"].items()}
-        groups, saved_groups = [], state_dict["param_groups"]
+        saved_groups = state_dict["param_groups"]
         if len(self.param_groups) != len(saved_groups):
             return super().load_state_dict(state_dict)  # torch raises the error
+        state = {key: dict(value) for key, value in state_dict["state"].items()}
+        groups = []
         for own, saved in zip(self.param_groups, saved_groups, strict=True):
             inherited = {k: v for k, v in own.items() if k not in _NOT_OURS}
-            group = {**inherited, **saved}
-            groups.append(group)
-            # A step of a subclass's own counts by group.
-            uncounted = 0 if self.algorithm.uses_count else None
-            step = group.get("step", uncounted) if is_fused(self) else None
-            counts = [state[key]["step"] for key in group["params"] if "step" in state.get(key, {})]
-            is_ahead = bool(counts) and step is not None and step > max(counts)
-            for key in group["params"] if step is not None else ():
-                # Without a moment there is nothing that a count could belong to.
-                has_moments = state.get(key, {}).keys() - {*MASTERS, "step"}
-                if has_moments and (is_ahead or "step" not in state[key]):
-                    count = torch.as_tensor(step, dtype=torch.float32).reshape(())
-                    state[key]["step"] = count.clone()
+            groups.append({**inherited, **saved})
+            if is_fused(self):  # a step of a subclass's own counts by group
+                self._count_by_parameter(groups[-1], state)
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
+
+    def _count_by_parameter(self, group: dict[str, Any], state: dict[Any, Any]) -> None:
+        """Write a saved group's count into its parameters' state, unless theirs is ahead."""
+        step = group.get("step", 0 if self.algorithm.uses_count else None)
+        if step is None:
+            return
+        counts = [state[key]["step"] for key in group["params"] if "step" in state.get(key, {})]
+        is_ahead = bool(counts) and step > max(counts)
+        for key in group["params"]:
+            # Without a moment there is nothing that a count could belong to.
+            has_moments = state.get(key, {}).keys() - {*MASTERS, "step"}
+            if has_moments and (is_ahead or "step" not in state[key]):
+                count = torch.as_tensor(step, dtype=torch.float32).reshape(())
+                state[key]["step"] = count.clone()
 
     def set_in_groups(self, name: str, value: Any) -> None:
         """A property of every group, of those to come too."""
@@ -408,17 +413,21 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
                 continue  # groups that do not fit are torch's to refuse
             are_half = [param.dtype in HALF_DTYPES for param in own["params"]]
             for is_half, values in zip((True, False), norms, strict=True):
-                keys = [
-                    k for k, half in zip(group["params"], are_half, strict=True) if half == is_half
-                ]
-                if len(keys) != len(values):
-                    raise ValueError(
-                        f"The state has norms of {len(values)} parameters, the optimizer has "
-                        f"{len(keys)}. Nothing was loaded."
-                    )
-                for key, value in zip(keys, values, strict=True):
-                    state.setdefault(key, {})["exp_avg_norm"] = value.detach().clone()
+                pairs = zip(group["params"], are_half, strict=True)
+                keys = [key for key, half in pairs if half == is_half]
+                _write_norms(state, keys, values)
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
+
+
+def _write_norms(state: dict[Any, Any], keys: list[Any], norms: Tensor) -> None:
+    """Into the state of the parameters with these keys; ValueError if their number differs."""
+    if len(keys) != len(norms):
+        raise ValueError(
+            f"The state has norms of {len(norms)} parameters, the optimizer has {len(keys)}. "
+            "Nothing was loaded."
+        )
+    for key, norm in zip(keys, norms, strict=True):
+        state.setdefault(key, {})["exp_avg_norm"] = norm.detach().clone()
 
 
 __all__ = sorted(
