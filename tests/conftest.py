@@ -86,8 +86,8 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def no_casts_stay():
-    """By apex's names O1 casts, and replaces functions, in the whole process until it is told to
-    stop."""
+    """Ends the casts of the whole process, and restores replaced functions, which O1 under apex's
+    names leaves."""
     yield
     cast_state.end_everywhere()
     function_casts.restore_registered()

@@ -30,9 +30,20 @@ WITHOUT_KERNELS = {
 }
 
 
-def pretend(monkeypatch, *, available=True, hip=None, cuda="13.0", error=None, other=None, **said):
+def pretend(
+    monkeypatch,
+    *,
+    available=True,
+    hip=None,
+    cuda="13.0",
+    error=None,
+    other=None,
+    capability=(9, 0),
+    of_torch=OF_TORCH,
+    archs=("sm_75", "sm_80", "sm_90", "compute_90"),
+    driver=13000,
+):
     """Have torch report this of itself, with one GPU if `available`."""
-    capability = said.get("capability", (9, 0))
 
     def init():
         if error:
@@ -46,12 +57,11 @@ def pretend(monkeypatch, *, available=True, hip=None, cuda="13.0", error=None, o
         ("device_count", 1),
         ("get_device_properties", card),
         ("get_device_capability", capability),
-        ("get_arch_list", said.get("of_torch", OF_TORCH)),
+        ("get_arch_list", of_torch),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "init", init)
     accelerator = torch.device(other) if other else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: accelerator)
-    archs = said.get("archs", ["sm_75", "sm_80", "sm_90", "compute_90"])
-    monkeypatch.setattr(_core.C, "cuda_archs", lambda: archs)
-    monkeypatch.setattr(_core.C, "cuda_versions", lambda: (13000, said.get("driver", 13000)))
+    monkeypatch.setattr(_core.C, "cuda_archs", lambda: list(archs))
+    monkeypatch.setattr(_core.C, "cuda_versions", lambda: (13000, driver))

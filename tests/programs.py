@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import runpy
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import unittest.mock
 import warnings
 from collections.abc import Callable
@@ -39,10 +41,25 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
 
 
 def ranks(size: int, *arguments: object, timeout: float = 120) -> list[str]:
-    """The same, as `size` processes of one group of torch.distributed; their output, by rank."""
-    results = [program.wait(timeout) for program in started(size, *arguments)]
-    for result in results:
-        assert result.returncode == 0, result.stderr
+    """The same, as `size` processes of one group of torch.distributed; their output, by rank.
+
+    If one fails, the others have five seconds more, and the errors of all are reported: the first
+    that ends may only have lost the connection to the one that failed.
+    """
+    programs = started(size, *arguments)
+    deadline = time.monotonic() + timeout
+    running = {program.sentinel: program for program in programs}
+    while running and (left := deadline - time.monotonic()) > 0:
+        for sentinel in multiprocessing.connection.wait(list(running), left):
+            if running.pop(sentinel).exitcode != 0:
+                deadline = min(deadline, time.monotonic() + 5)
+    results = [program.end() for program in programs]
+    ends = [
+        f"rank {rank}: {'killed' if result.returncode is None else result.returncode}\n"
+        f"{result.stderr}"
+        for rank, result in enumerate(results)
+    ]
+    assert all(result.returncode == 0 for result in results), "\n".join(ends)
     return [result.stdout for result in results]
 
 
@@ -103,12 +120,27 @@ class Program:
     def wait(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Raises TimeoutExpired, and ends it, after so many seconds."""
         self._process.join(timeout)
+        result = self.end()
+        if result.returncode is None:
+            raise subprocess.TimeoutExpired(self.arguments, timeout, result.stdout, result.stderr)
+        return result
+
+    @property
+    def sentinel(self) -> int:
+        """Ready when it has ended, see multiprocessing.connection.wait."""
+        return self._process.sentinel
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.exitcode
+
+    def end(self) -> subprocess.CompletedProcess[str]:
+        """Kill it if it runs; its status is None then."""
         status = self._process.exitcode
         self._process.kill()
+        self._process.join()
         out, err = (Path(self._folder.name, name).read_text() for name in ("out", "err"))
         self._folder.cleanup()
-        if status is None:
-            raise subprocess.TimeoutExpired(self.arguments, timeout, out, err)
         return subprocess.CompletedProcess(self.arguments, status, out, err)
 
 

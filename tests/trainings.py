@@ -158,7 +158,7 @@ def with_whole_masters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return state
 
 
-def left_behind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def final_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """State dicts first: looking at masters or gradients may compute some."""
     state = with_whole_masters(optimizer)
     tensors = {
@@ -218,7 +218,7 @@ class Training:
         return decision_of(optimizer)
 
     def state(self) -> dict[str, Any]:
-        return {"amp": amp.state_dict(), **left_behind(self.model, self.optimizer)}
+        return {"amp": amp.state_dict(), **final_state(self.model, self.optimizer)}
 
 
 def at_a_level(*arguments: Any, **options: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def several_losses(level: str) -> dict[str, Any]:
         for optimizer in optimizers:
             optimizer.step()
             steps.append(decision_of(optimizer))
-    ends = [left_behind(*pair) for pair in zip(models, optimizers, strict=True)]
+    ends = [final_state(*pair) for pair in zip(models, optimizers, strict=True)]
     return {"steps": steps, "amp": amp.state_dict(), "ends": ends}
 
 
@@ -309,7 +309,7 @@ def with_scaler(
     if halved:  # the hashes are of the groups as they began
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"]
-    results = {"steps": steps, "scaler": scaler.state_dict(), **left_behind(params, optimizer)}
+    results = {"steps": steps, "scaler": scaler.state_dict(), **final_state(params, optimizer)}
     if meter:
         results["readings"] = [str(reading) for reading in optimizer.meter.readings]
         names = dict.fromkeys(reading.parameter for reading in optimizer.meter.readings)
@@ -317,7 +317,7 @@ def with_scaler(
     return results
 
 
-def alone(name: str, *, infinite: bool = False, **options: Any) -> dict[str, Any]:
+def without_scaler(name: str, *, infinite: bool = False, **options: Any) -> dict[str, Any]:
     """An optimizer of ampfuse's without scaler, with a closure."""
     params = Parameters((f16, f32, bf16), 300)
     optimizer = make(name, list(params), **{"skip_nonfinite": False, **options})
@@ -332,7 +332,7 @@ def alone(name: str, *, infinite: bool = False, **options: Any) -> dict[str, Any
 
         optimizer.step(closure)
         steps.append(decision_of(optimizer))
-    return {"steps": steps, **left_behind(params, optimizer)}
+    return {"steps": steps, **final_state(params, optimizer)}
 
 
 def by_apex_names(level: str, name: str) -> dict[str, Any]:
@@ -347,7 +347,7 @@ def by_apex_names(level: str, name: str) -> dict[str, Any]:
             with apex.amp.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
             optimizer.step()
-        return {"amp": apex.amp.state_dict(), **left_behind(model, optimizer)}
+        return {"amp": apex.amp.state_dict(), **final_state(model, optimizer)}
 
 
 def fp16_optimizer(dynamic: bool) -> dict[str, Any]:
@@ -413,7 +413,7 @@ def batch_norm(dtype: torch.dtype) -> dict[str, Any]:
     return results
 
 
-def results(outputs: Any, gradients: Any, *inputs: Tensor | None) -> list[Tensor]:
+def outputs_and_gradients(outputs: Any, gradients: Any, *inputs: Tensor | None) -> list[Tensor]:
     """The outputs, and the gradients of those inputs that are there."""
     outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
     input_gradients = torch.autograd.grad(outputs, [t for t in inputs if t is not None], gradients)
@@ -428,7 +428,9 @@ def cross_entropy(dtype: torch.dtype) -> dict[str, Any]:
         target = torch.tensor([0, classes - 1, -100, classes // 2, 0])
         weight = integers((classes,), 1, 3) + 3 if smoothing else None
         losses = nn_ops().cross_entropy(logits, target, weight, -100, smoothing)
-        by_case[f"{classes} {smoothing}"] = results(losses, fractions((5,), 2), logits)
+        by_case[f"{classes} {smoothing}"] = outputs_and_gradients(
+            losses, fractions((5,), 2), logits
+        )
     return by_case
 
 
@@ -442,7 +444,9 @@ def norm(dtype: torch.dtype) -> dict[str, Any]:
         weight = fractions((columns,), 4).requires_grad_()
         bias = fractions((columns,), 5).requires_grad_() if centered else None
         outputs = nn_ops().norm(x, residual, [columns], weight, bias, 1e-5, centered)
-        by_case[f"{columns} {centered}"] = results(outputs, gradients, x, weight, bias)
+        by_case[f"{columns} {centered}"] = outputs_and_gradients(
+            outputs, gradients, x, weight, bias
+        )
     return by_case
 
 
@@ -457,65 +461,76 @@ def activation(dtype: torch.dtype) -> dict[str, Any]:
         bias = fractions((columns,), 3).requires_grad_()
         for case, others in (("plain", (None, None)), ("gated", (up, bias))):
             y = nn_ops().activation(x, *others, name)
-            by_case[f"{columns} {name} {case}"] = results(y, dy, x, *others)
+            by_case[f"{columns} {name} {case}"] = outputs_and_gradients(y, dy, x, *others)
     return by_case
 
 
-RUNS: dict[str, Callable[[], Any]] = {}
+def registered_runs() -> dict[str, Callable[[], Any]]:
+    """All trainings and operations by name."""
+    runs: dict[str, Callable[[], Any]] = {}
+
+    def add(name: str, run: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        runs[name] = partial(run, *arguments, **options)
+
+    for level in LEVELS:
+        for name in MAKERS:
+            add(f"amp {level} {name}", at_a_level, level, name)
+        add(f"amp {level} several losses", several_losses, level)
+        for name in ("adamw", "foreign"):
+            add(f"amp {level} {name} rewritten gradients", at_a_level, level, name, clip="by hand")
+    for level, name in (("O1", "sgd-all"), ("O2", "adamw"), ("O5", "lamb")):
+        add(f"amp {level} {name} large", at_a_level, level, name, wide=4000)
+    for title, level, options in (
+        ("dynamic scale", "O5", {"loss_scale": "dynamic", "hysteresis": 2}),
+        ("static scale", "O2", {"loss_scale": 128.0}),
+        ("batch norm in FP16", "O2", {"keep_batchnorm_fp32": False}),
+    ):
+        add(f"amp {level} adamw {title}", at_a_level, level, "adamw", **options)
+    for name in OPTIMIZERS:
+        add(f"scaler {name} masters", with_scaler, name, master_weights=True)
+        add(f"alone {name}", without_scaler, name)
+    for name in KINDS:
+        for title, options in {
+            "no masters": {},
+            "unscaled": {"master_weights": True, "unscale": True},
+            "gradients left scaled": {"master_weights": True, "unscale_grads": False},
+            "large": {"master_weights": True, "largest": 70001},
+            "FP32": {"dtypes": (f32,), "max_grad_norm": 1.0},
+            "schedule": {"master_weights": True, "halved": True},
+            "metered": {"master_weights": True, "largest": 70001, "meter": True},
+        }.items():
+            add(f"scaler {name} {title}", with_scaler, name, **options)
+        skipping = {"skip_nonfinite": True, "max_grad_norm": 0.5, "infinite": True}
+        add(f"alone {name} skipping", without_scaler, name, master_weights=True, **skipping)
+        for title, options in MODES.items():
+            if not (is_coded(title) and name in NOT_PACKED):
+                add(
+                    f"scaler {name} {title}",
+                    with_scaler,
+                    name,
+                    largest=33001,
+                    third=4300,
+                    **options,
+                )
+    for level, name in itertools.product(("O2", "O5"), ("adamw", "lamb", "LARC(torch.optim.SGD)")):
+        options = {"master_weights": "split", "clip": "by hand"}
+        add(f"amp {level} {name} split", at_a_level, level, name, **options)
+    for name, clip in itertools.product(("sgd-all", "adamw-all", "adagrad-all"), (True, False)):
+        larc = {"larc": {"clip": clip}, "master_weights": True}
+        add(f"scaler LARC {name} clip {clip}", with_scaler, name, **larc)
+    fused_by_apex = [name for name in dir(apex.optimizers) if name.startswith("Fused")]
+    for name, level in itertools.product(fused_by_apex, ("O0", "O1", "O2")):
+        if not (name == "FusedMixedPrecisionLamb" and level == "O2"):
+            add(f"apex {level} {name}", by_apex_names, level, name)
+    for dynamic in (False, True):
+        add(f"apex FP16_Optimizer dynamic {dynamic}", fp16_optimizer, dynamic)
+    add("ops", operations)
+    for dtype in (f32, f16, bf16):
+        add(f"batch norm {dtype}", batch_norm, dtype)
+        add(f"cross entropy {dtype}", cross_entropy, dtype)
+        add(f"norm {dtype}", norm, dtype)
+        add(f"activation {dtype}", activation, dtype)
+    return runs
 
 
-def add(name: str, run: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    RUNS[name] = partial(run, *arguments, **options)
-
-
-for level in LEVELS:
-    for name in MAKERS:
-        add(f"amp {level} {name}", at_a_level, level, name)
-    add(f"amp {level} several losses", several_losses, level)
-    for name in ("adamw", "foreign"):
-        add(f"amp {level} {name} rewritten gradients", at_a_level, level, name, clip="by hand")
-for level, name in (("O1", "sgd-all"), ("O2", "adamw"), ("O5", "lamb")):
-    add(f"amp {level} {name} large", at_a_level, level, name, wide=4000)
-for title, level, options in (
-    ("dynamic scale", "O5", {"loss_scale": "dynamic", "hysteresis": 2}),
-    ("static scale", "O2", {"loss_scale": 128.0}),
-    ("batch norm in FP16", "O2", {"keep_batchnorm_fp32": False}),
-):
-    add(f"amp {level} adamw {title}", at_a_level, level, "adamw", **options)
-for name in OPTIMIZERS:
-    add(f"scaler {name} masters", with_scaler, name, master_weights=True)
-    add(f"alone {name}", alone, name)
-for name in KINDS:
-    for title, options in {
-        "no masters": {},
-        "unscaled": {"master_weights": True, "unscale": True},
-        "gradients left scaled": {"master_weights": True, "unscale_grads": False},
-        "large": {"master_weights": True, "largest": 70001},
-        "FP32": {"dtypes": (f32,), "max_grad_norm": 1.0},
-        "schedule": {"master_weights": True, "halved": True},
-        "metered": {"master_weights": True, "largest": 70001, "meter": True},
-    }.items():
-        add(f"scaler {name} {title}", with_scaler, name, **options)
-    skipping = {"skip_nonfinite": True, "max_grad_norm": 0.5, "infinite": True}
-    add(f"alone {name} skipping", alone, name, master_weights=True, **skipping)
-    for title, options in MODES.items():
-        if not (is_coded(title) and name in NOT_PACKED):
-            add(f"scaler {name} {title}", with_scaler, name, largest=33001, third=4300, **options)
-for level, name in itertools.product(("O2", "O5"), ("adamw", "lamb", "LARC(torch.optim.SGD)")):
-    options = {"master_weights": "split", "clip": "by hand"}
-    add(f"amp {level} {name} split", at_a_level, level, name, **options)
-for name, clip in itertools.product(("sgd-all", "adamw-all", "adagrad-all"), (True, False)):
-    larc = {"larc": {"clip": clip}, "master_weights": True}
-    add(f"scaler LARC {name} clip {clip}", with_scaler, name, **larc)
-fused_by_apex = [name for name in dir(apex.optimizers) if name.startswith("Fused")]
-for name, level in itertools.product(fused_by_apex, ("O0", "O1", "O2")):
-    if not (name == "FusedMixedPrecisionLamb" and level == "O2"):
-        add(f"apex {level} {name}", by_apex_names, level, name)
-for dynamic in (False, True):
-    add(f"apex FP16_Optimizer dynamic {dynamic}", fp16_optimizer, dynamic)
-add("ops", operations)
-for dtype in (f32, f16, bf16):
-    add(f"batch norm {dtype}", batch_norm, dtype)
-    add(f"cross entropy {dtype}", cross_entropy, dtype)
-    add(f"norm {dtype}", norm, dtype)
-    add(f"activation {dtype}", activation, dtype)
+RUNS = registered_runs()

@@ -58,8 +58,10 @@ class Training:
         if self.clip is not None:
             self.clip(self)
         # LBFGS wants a closure; without reevaluation it is a quasi-Newton step per gradient.
-        is_lbfgs = isinstance(self.optimizer, torch.optim.LBFGS)
-        self.optimizer.step(*[lambda: loss] * is_lbfgs)
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self.optimizer.step(lambda: loss)
+        else:
+            self.optimizer.step()
         return loss.item()
 
     def steps(self, seeds):

@@ -116,7 +116,7 @@ TOKENS = [1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 197, 256, 257, 331, 513]
 TOKENS += [(1, 200), (200, 1), (70, 330), (330, 70), (64, 65)]  # queries and keys
 CASES = {
     **{
-        f"{n} tokens{', causal' * is_causal}": (n, {"is_causal": is_causal})
+        f"{n} tokens{', causal' if is_causal else ''}": (n, {"is_causal": is_causal})
         for n in TOKENS
         for is_causal in (False, True)
     },

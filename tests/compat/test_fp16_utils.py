@@ -186,7 +186,7 @@ def joined(tensors):
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
-def stepped(optimizer):
+def fp32_params(optimizer):
     """The FP32 values of all parameters."""
     return joined(p for group in optimizer.param_groups for p in group["params"])
 
@@ -244,7 +244,7 @@ def test_it_steps_as_the_optimizer_of_fp32_parameters(kind, wrapper, scaling, la
                 q.grad = g
             plain.step()
         optimizer.step()
-        torch.testing.assert_close(stepped(optimizer), joined(flat), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(fp32_params(optimizer), joined(flat), rtol=1e-5, atol=1e-6)
         assert torch.equal(masters(optimizer).half(), joined(optimizer.all_fp16_params))
         assert {half.dtype for half in optimizer.all_fp16_params} == {f16}
         assert optimizer.param_groups[0]["weight_decay"] == 0.1
@@ -301,17 +301,20 @@ def test_gradients_are_unscaled_and_accumulate():
     torch.testing.assert_close(grads(optimizer), once)
 
 
-def look(optimizer):
+def read_master_norms(optimizer):
     return [p.grad.norm() for p in optimizer.param_groups[0]["params"]]
 
 
 # What a loop does between backward and step. None of it changes the step.
 BETWEEN = {
     "update": lambda optimizer: optimizer.update_master_grads(),
-    "look, update": lambda optimizer: (look(optimizer), optimizer.update_master_grads()),
+    "look, update": lambda optimizer: (
+        read_master_norms(optimizer),
+        optimizer.update_master_grads(),
+    ),
     "update, look, update": lambda optimizer: (
         optimizer.update_master_grads(),
-        look(optimizer),
+        read_master_norms(optimizer),
         optimizer.update_master_grads(),
         optimizer.update_master_grads(),
     ),
@@ -341,7 +344,7 @@ def test_master_gradients_can_be_updated_any_number_of_times(first, scaling, bet
             if name:
                 BETWEEN[name](optimizer)
             optimizer.step()
-        weights.append(stepped(optimizer))
+        weights.append(fp32_params(optimizer))
         counted.append(optimizer.loss_scaler.state_dict())
     assert torch.equal(*weights)
     assert counted[0] == counted[1]
@@ -353,7 +356,7 @@ def test_gradients_after_the_models_zero_grad_are_new(looks):
     model, optimizer = start(static_loss_scale=64.0)
     optimizer.backward(loss_of(model) * 3)
     if looks:
-        look(optimizer)
+        read_master_norms(optimizer)
     model.zero_grad()
     (loss_of(model) * 64).backward()
     optimizer.update_master_grads()
@@ -389,9 +392,9 @@ def test_clipping(norm_type):
     grad = joined(grads(optimizer))
     clipped = torch.linalg.vector_norm(grad, norm_type)
     torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=1e-3, atol=0)
-    before = stepped(optimizer)
+    before = fp32_params(optimizer)
     optimizer.step()
-    torch.testing.assert_close(stepped(optimizer), before - 0.1 * grad)
+    torch.testing.assert_close(fp32_params(optimizer), before - 0.1 * grad)
     with pytest.raises(RuntimeError, match="second time"):
         optimizer.backward(loss)
 
@@ -700,4 +703,4 @@ def test_checkpoints_of_2018_and_2019(scaling, flat):
     assert again.dynamic_loss_scale == optimizer.dynamic_loss_scale
     for each in ((model, optimizer), (other, again)):
         train(*each)
-    assert torch.equal(stepped(again), stepped(optimizer))
+    assert torch.equal(fp32_params(again), fp32_params(optimizer))

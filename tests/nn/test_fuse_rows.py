@@ -5,6 +5,8 @@ libraries; and on modules that are exchanged later.
 import copy
 import pickle
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -90,11 +92,15 @@ class Shared(nn.Module):
         return self.in_place(self.second(self.act(y))) + y
 
 
-def passes(model, *inputs, op="norm", **named):
+def count_events(call, name):
+    """The result of `call`, and how often it runs the operator `name`."""
     with profile() as profiled:
-        result = model(*inputs, **named)
-    count = sum(event.name == f"ampfuse::{op}_forward" for event in profiled.events())
-    return result, count
+        result = call()
+    return result, sum(event.name == name for event in profiled.events())
+
+
+def passes(model, *inputs, op="norm", **named):
+    return count_events(lambda: model(*inputs, **named), f"ampfuse::{op}_forward")
 
 
 def in_a_row():
@@ -164,7 +170,7 @@ def test_parts(parts, fused):
     report = fuse(model, parts)
     assert (report.fused.keys(), report.left) == (fused, {})
     assert_same(run(model, [x]), expected, 1e-6)
-    assert passes(model, x)[1] == 2 * ("norms" in parts)
+    assert passes(model, x)[1] == (2 if "norms" in parts else 0)
     assert passes(model, x, op="activation")[1] == ("activations" in parts)
     for wrong in (["norm"], "norms"):
         with pytest.raises(ValueError, match=r'parts must list .*, such as \["norms"\], got '):
@@ -231,9 +237,7 @@ TAKEN_APART = Unbound, ByFunctions, Indexed
 
 def permutations(model, x, **named):
     """The number of permutations in a forward pass: of each part of a projection, or the whole."""
-    with profile() as profiled:
-        model(x, **named)
-    return sum(event.name == "aten::permute" for event in profiled.events())
+    return count_events(lambda: model(x, **named), "aten::permute")[1]
 
 
 @pytest.mark.parametrize("attention", [*TAKEN_APART, Written, UsedWhole, AnotherDimension])
@@ -267,9 +271,7 @@ class Named(PreNorm):
 
 def adds(model, *inputs, **named):
     """The result, and how often it adds outside of norms."""
-    with profile() as profiled:
-        result = model(*inputs, **named)
-    return result, sum(event.name == "aten::add" for event in profiled.events())
+    return count_events(lambda: model(*inputs, **named), "aten::add")
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -502,8 +504,12 @@ def test_at_each_level(level):
         torch.manual_seed(0)
         model = nn.Sequential(PreNorm(nn.LayerNorm), PreNorm(nn.LayerNorm), nn.Linear(24, 1))
         losses[fused] = losses_at(
-            *(level, fused, model, partial(torch.optim.SGD, lr=0.05), [torch.randn(64, 24)] * 20),
-            lambda model, x: (model(x).float() - x[:, :1]).square().mean(),
+            level,
+            fused,
+            model,
+            make_optimizer=partial(torch.optim.SGD, lr=0.05),
+            batches=[torch.randn(64, 24)] * 20,
+            loss_of=lambda model, x: (model(x).float() - x[:, :1]).square().mean(),
         )
     assert losses[True][-1] < losses[True][0] / 2
     assert losses[True] == pytest.approx(losses[False], rel=0.03)
@@ -531,38 +537,63 @@ VIT = partial(of_timm, "vit_tiny_patch16_224", depth=2, img_size=32)
 VISION = partial(of_torchvision, 32, 16, 2, 2, 24, 48)
 CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 16), "conv_mlp": False}
 SWIN = {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 8, "img_size": 56}
-# A model, pixels of an image that it takes or None for words, its norms, of these with an add,
-# what its activations take with them, and how many there are; then, splits and patch embeddings.
+
+
+@dataclass(kw_only=True)
+class Library:
+    """A model of a library, and what is fused in it."""
+
+    make: Callable[[], nn.Module]
+    side: int | None = None  # pixels of the images that it takes; None: it takes words
+    norms: int
+    norms_with_add: int = 0
+    acts: int
+    acts_with: str = "bias"
+    splits: int = 0
+    products: int = 0  # patch embeddings
+
+
+SWIN_T = partial(of_timm, "swin_tiny_patch4_window7_224", **SWIN)
+CONVNEXT_A = partial(of_timm, "convnext_atto", **CONVNEXT)
+LLAMA, GPT2, BERT = (partial(of_transformers, name, **SMALL) for name in ("Llama", "GPT2", "Bert"))
 LIBRARIES = {
-    "ViT of timm": (VIT, 32, 5, 2, "bias", 2, 2, 1),
-    "ConvNeXt": (partial(of_timm, "convnext_atto", **CONVNEXT), 64, 9, 0, "bias", 4),
-    "Swin": (partial(of_timm, "swin_tiny_patch4_window7_224", **SWIN), 56, 7, 0, "bias", 2),
-    "ViT of torchvision": (VISION, 32, 5, 2, "bias", 2, 0, 1),
-    "Llama": (partial(of_transformers, "Llama", **SMALL), None, 5, 2, "product", 2),
-    "GPT2": (partial(of_transformers, "GPT2", **SMALL), None, 5, 2, "bias", 2),
-    "Bert": (partial(of_transformers, "Bert", **SMALL), None, 5, 4, "bias", 2),
+    "ViT of timm": Library(
+        make=VIT, side=32, norms=5, norms_with_add=2, acts=2, splits=2, products=1
+    ),
+    "ConvNeXt": Library(make=CONVNEXT_A, side=64, norms=9, acts=4),
+    "Swin": Library(make=SWIN_T, side=56, norms=7, acts=2),
+    "ViT of torchvision": Library(
+        make=VISION, side=32, norms=5, norms_with_add=2, acts=2, products=1
+    ),
+    "Llama": Library(make=LLAMA, norms=5, norms_with_add=2, acts=2, acts_with="product"),
+    "GPT2": Library(make=GPT2, norms=5, norms_with_add=2, acts=2),
+    "Bert": Library(make=BERT, norms=5, norms_with_add=4, acts=2),
 }
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_models_of_libraries(name):
-    make, side, norms, with_add, beside_acts, acts, *others = LIBRARIES[name]
-    model = make().eval()
+    library = LIBRARIES[name]
+    side = library.side
+    model = library.make().eval()
     x = torch.randn(2, 3, side, side) if side else torch.arange(12).view(2, 6)
     pick = (lambda y: y) if side else (lambda y: y[0])
     plain, expected = copy.deepcopy(model), model(x)
     report = fuse(model)
     assert not report.left, report
-    counted = Counter(report.fused.values())
-    alone = norms - with_add
-    counts = {"alone": alone, "with add": with_add, f"with {beside_acts}": acts}
-    counts |= zip(("with split", "as a product"), others or (0, 0), strict=True)
-    assert counted == Counter(counts), report
-    for op, count in (("norm", norms), ("activation", acts)):
+    counts = {
+        "alone": library.norms - library.norms_with_add,
+        "with add": library.norms_with_add,
+        f"with {library.acts_with}": library.acts,
+        "with split": library.splits,
+        "as a product": library.products,
+    }
+    assert Counter(report.fused.values()) == Counter(counts), report
+    for op, count in (("norm", library.norms), ("activation", library.acts)):
         counted, passed = passes(model, x, op=op)
         assert passed == count
     torch.testing.assert_close(pick(counted), pick(expected), rtol=1e-4, atol=1e-4)
-    assert adds(plain, x)[1] - adds(model, x)[1] >= with_add
+    assert adds(plain, x)[1] - adds(model, x)[1] >= library.norms_with_add
     pick(model.train()(x)).float().square().mean().backward()
     for name in report.fused:
         assert all(p.grad.isfinite().all() for p in model.get_submodule(name).parameters())
@@ -574,14 +605,18 @@ def test_a_vision_transformer_at_each_level(level):
     for fused in (False, True):
         torch.manual_seed(0)
         losses[fused] = losses_at(
-            *(level, fused, VIT(), partial(torch.optim.SGD, lr=0.01), torch.randn(3, 4, 3, 32, 32)),
-            lambda model, x: F.cross_entropy(model(x), torch.arange(4) % 3),
+            level,
+            fused,
+            VIT(),
+            make_optimizer=partial(torch.optim.SGD, lr=0.01),
+            batches=torch.randn(3, 4, 3, 32, 32),
+            loss_of=lambda model, x: F.cross_entropy(model(x), torch.arange(4) % 3),
         )
     assert losses[True] == pytest.approx(losses[False], rel=0.03)
 
 
 def test_gradient_checkpointing_after_fusing():
-    model = of_transformers("GPT2", **SMALL).train()
+    model = GPT2().train()
     fuse(model)
     counts = []
     model.h[0].mlp.register_forward_pre_hook(lambda *_: counts.append(1))
@@ -607,9 +642,10 @@ def test_the_loss_of_causal_language_models():
     expected = [model(words, labels=labels, **some).loss for some in options]
     assert fuse(model).has_loss
     for some, right in zip(options, expected, strict=True):
-        with profile() as profiled:
-            loss = model(words, labels=labels, **some).loss
-        assert "ampfuse::cross_entropy_loss" in {event.key for event in profiled.key_averages()}
+        call = partial(model, words, labels=labels, **some)
+        output, count = count_events(call, "ampfuse::cross_entropy_loss")
+        assert count == 1
+        loss = output.loss
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss, right, rtol=0.01, atol=0.01)
     loss.backward()

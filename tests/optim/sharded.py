@@ -5,6 +5,7 @@ wrong. Gradients are the same for both, so that bits have to agree.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -83,7 +84,7 @@ def full(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def assert_same(whole, shards, exact=True, case=""):
+def assert_whole_and_shards_agree(whole, shards, exact=True, case=""):
     """Parameters, masters and states of two optimizers."""
     for param, shard in zip(params_of(whole), params_of(shards), strict=True):
         weight = getattr(param, "model_param", param)
@@ -110,7 +111,7 @@ def step_alike(params_of_each, optimizers, step, skips=False):
         assert optimizer.last_step.skipped == skips
 
 
-def train(kind, places, dtypes=(f32,), clip=False, exact=True, steps=STEPS, **options):
+def train_both(kind, places, dtypes=(f32,), clip=False, exact=True, steps=STEPS, **options):
     """Under our GradScaler with planted overflows."""
     case = f"{kind}, {places}, {options}"
     wholes, shards = params_in(dtypes, places)
@@ -128,7 +129,7 @@ def train(kind, places, dtypes=(f32,), clip=False, exact=True, steps=STEPS, **op
         one, other = (optimizer.last_step for optimizer in optimizers)
         assert one.skipped == other.skipped == (step % 11 == 4), (case, step)
         torch.testing.assert_close(one.grad_norm, other.grad_norm, equal_nan=True)
-    assert_same(*optimizers, exact, case)
+    assert_whole_and_shards_agree(*optimizers, exact, case)
 
 
 FOLLOW_NORMS = [kind for kind in KINDS if kind.startswith(("lamb", "novograd"))]
@@ -136,8 +137,8 @@ FOLLOW_NORMS = [kind for kind in KINDS if kind.startswith(("lamb", "novograd"))]
 
 def every_optimizer():
     for kind in KINDS:
-        train(kind, "rows", exact=kind not in FOLLOW_NORMS, steps=FEWER)
-        train(kind, "rows", clip=True, exact=False, steps=min(FEWER, 24))
+        train_both(kind, "rows", exact=kind not in FOLLOW_NORMS, steps=FEWER)
+        train_both(kind, "rows", clip=True, exact=False, steps=min(FEWER, 24))
 
 
 def groups_and_frozen_parameters():
@@ -152,7 +153,7 @@ def groups_and_frozen_parameters():
     trained = [[*params[:2], params[3]] for params in both]
     for step in range(20):
         step_alike(trained, optimizers, step, skips=step == 4)
-    assert_same(*optimizers)
+    assert_whole_and_shards_agree(*optimizers)
 
 
 def spikes():
@@ -169,7 +170,7 @@ def spikes():
     one, other = (each.state_dict()["step_history"] for each in optimizers)
     assert torch.equal(one[-3:], other[-3:])
     assert torch.equal(one[:5], other[:5])
-    assert_same(*optimizers)
+    assert_whole_and_shards_agree(*optimizers)
 
 
 def gradients_of_other_kinds():
@@ -185,7 +186,7 @@ def gradients_of_other_kinds():
         shard.grad = distribute_tensor(whole.grad.clone(), mesh, [Replicate()])
         for optimizer in optimizers:
             optimizer.step()
-    assert_same(*optimizers)
+    assert_whole_and_shards_agree(*optimizers)
     shard.grad = torch.ones(12, 4)
     with pytest.raises(TypeError, match="gradient of s is not a DTensor"):
         optimizers[1].step()
@@ -194,9 +195,9 @@ def gradients_of_other_kinds():
 
 def every_place():
     for places in PLACES:
-        train("adamw", places, dtypes=(f32, bf16, f16), master_weights=True, steps=FEWER)
-        train("adamw", places, clip=True, exact=False, steps=FEWER)
-        train("novograd-decay", places, exact=False, steps=FEWER)
+        train_both("adamw", places, dtypes=(f32, bf16, f16), master_weights=True, steps=FEWER)
+        train_both("adamw", places, clip=True, exact=False, steps=FEWER)
+        train_both("novograd-decay", places, exact=False, steps=FEWER)
 
 
 def every_mode():
@@ -204,7 +205,7 @@ def every_mode():
     kinds = ("adamw", "sgd-all", "lion-decay")
     for i, options in enumerate(MODES.values()):
         for kind in (kinds[i % 3],) if QUICK else kinds:
-            train(kind, "rows", dtypes=(bf16, f16), steps=FEWER, **options)
+            train_both(kind, "rows", dtypes=(bf16, f16), steps=FEWER, **options)
 
 
 def muon():
@@ -222,7 +223,7 @@ def muon():
             optimizers.append(optimizer)
         for step in range(FEWER // 5):
             step_alike(both, optimizers, step, skips=step == 1)
-        assert_same(*optimizers)
+        assert_whole_and_shards_agree(*optimizers)
 
 
 def muon_beside_tensor_parallel_layers():
@@ -244,7 +245,7 @@ def muon_beside_tensor_parallel_layers():
         optimizers.append(optim.Muon(groups, lr=0.05))
     for step in range(4):
         step_alike(both, optimizers, step)
-    assert_same(*optimizers)
+    assert_whole_and_shards_agree(*optimizers)
 
 
 def networks(dtype=f32):
@@ -322,7 +323,7 @@ def fsdp():
         train_networks(models, optimizers, dtype)
         assert optimizers[1].last_step.overflow()["skipped_steps"] == 1
         if "rounding" not in options:
-            assert_same(*optimizers)
+            assert_whole_and_shards_agree(*optimizers)
 
 
 def levels():
@@ -332,7 +333,7 @@ def levels():
             skips = level in ("O1", "O2") and step % 12 == 4
             for one in zip(losses(models, step), optimizers, strict=True):
                 step_by_amp(*one, skips, 0.01 if clip and step % 3 == 1 else None)
-        assert_same(*optimizers, exact=not clip)
+        assert_whole_and_shards_agree(*optimizers, exact=not clip)
 
 
 def a_step_of_its_own():
@@ -346,7 +347,7 @@ def a_step_of_its_own():
         for i in range(8):
             for one in zip(losses(models, i), optimizers, strict=True):
                 step_by_amp(*one, level == "O1" and i == 5)
-        assert_same(*optimizers)
+        assert_whole_and_shards_agree(*optimizers)
 
 
 class Loss(nn.Module):
@@ -395,17 +396,17 @@ def in_passes(model, optimizer, step, level, delay, together):
 def in_ddp(kind, level, delay=False, views=True, unused=False, together=False):
     """Against one process; an overflow on one rank skips the step on all."""
     case = f"{kind}, {level}, {delay=}, {views=}, {unused=}, {together=}"
-    networks_ = Loss(), Loss()
-    optimizers = [make(kind, network.parameters()) for network in networks_]
-    for network, optimizer in zip((n.network for n in networks_), optimizers, strict=True):
+    local, distributed = Loss(), Loss()
+    optimizers = [make(kind, model.parameters()) for model in (local, distributed)]
+    for model, optimizer in zip((local, distributed), optimizers, strict=True):
         options = {"init_scale": 2.0**10, "growth_interval": 5, "verbosity": 0}
-        amp.initialize(network, optimizer, opt_level=level, **options)
+        amp.initialize(model.network, optimizer, opt_level=level, **options)
     spread = nn.parallel.DistributedDataParallel(
-        networks_[1], find_unused_parameters=unused, gradient_as_bucket_view=views
+        distributed, find_unused_parameters=unused, gradient_as_bucket_view=views
     )
     scalers = [optimizer._amp_session.loss_scalers[0] for optimizer in optimizers]
     for step in range(5 if QUICK else 8):
-        for model, optimizer in zip((networks_[0], spread), optimizers, strict=True):
+        for model, optimizer in zip((local, spread), optimizers, strict=True):
             in_passes(model, optimizer, step, level, delay, together)
             skips = level in ("O1", "O2") and step % 4 > 0
             assert optimizer.last_step.skipped == skips, (case, step)
@@ -413,9 +414,9 @@ def in_ddp(kind, level, delay=False, views=True, unused=False, together=False):
         if step % 2:  # measured to clip
             norms = [optimizer.last_step.grad_norm for optimizer in optimizers]
             torch.testing.assert_close(*norms, rtol=0, atol=0, equal_nan=True)
-    for one, other in zip(*(network.parameters() for network in networks_), strict=True):
-        assert all(torch.equal(other, same) for same in gathered(other.detach())), case
-        compare(case, one.detach(), other.detach())
+    for expected, found in zip(local.parameters(), distributed.parameters(), strict=True):
+        assert all(torch.equal(found, same) for same in gathered(found.detach())), case
+        compare(case, expected.detach(), found.detach())
 
 
 def ddp():
@@ -564,49 +565,65 @@ def zero_redundancy():
             compare("the parameter", one.detach(), other.detach())
 
 
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """A training that is saved on some ranks and resumed on others."""
+
+    dtype: torch.dtype = bf16
+    options: dict = dataclasses.field(default_factory=dict)  # of the optimizer
+    kind: str = "adamw"  # one of KINDS, or "muon"
+    level: str | None = None  # of amp; None: under a GradScaler
+    saved_whole: bool = False  # the saved one is not in shards
+    steps_before: int = 6  # those before it is saved, of 12
+
+
 RESUMED = {
-    "fp32": (f32, {}),
-    "masters": (bf16, {"master_weights": True}),
-    "split": (bf16, {"master_weights": "split"}),
-    **{name: (bf16, {"master_weights": "split", "state_dtype": name}) for name in CODED},
-    "muon": (bf16, {"master_weights": "split"}),
-    "stochastic": (bf16, {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9}),
-    "adagrad": (bf16, {"master_weights": True}),
-    "fresh": (f32, {}),
-    "saved whole": (bf16, {"master_weights": "split", "state_dtype": CODED[0]}),
-    "O5": (f32, {}),
-    "O5 split": (f32, {"master_weights": "split"}),
+    "fp32": Resumed(f32),
+    "masters": Resumed(options={"master_weights": True}),
+    "split": Resumed(options={"master_weights": "split"}),
+    **{name: Resumed(options={"master_weights": "split", "state_dtype": name}) for name in CODED},
+    "muon": Resumed(options={"master_weights": "split"}, kind="muon"),
+    "stochastic": Resumed(
+        options={"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9}
+    ),
+    "adagrad": Resumed(options={"master_weights": True}, kind="adagrad-all"),
+    "fresh": Resumed(f32, kind="sgd-dampening", steps_before=0),
+    "saved whole": Resumed(
+        options={"master_weights": "split", "state_dtype": CODED[0]}, saved_whole=True
+    ),
+    "O5": Resumed(f32, level="O5"),
+    "O5 split": Resumed(f32, {"master_weights": "split"}, level="O5"),
 }
-OF_RESUMED = {"adagrad": "adagrad-all", "fresh": "sgd-dampening"}
 
 
-def resumable(name, saved=False):
-    dtype, options = RESUMED[name]
+def resumable(resumed, whole=False):
+    """Model, optimizer and GradScaler; `whole`: not in shards."""
     scaler = ampfuse.GradScaler(
-        DEVICE, init_scale=2.0**8, growth_interval=5, enabled=not name.startswith("O5")
+        DEVICE, init_scale=2.0**8, growth_interval=5, enabled=resumed.level is None
     )
-    make_it = functools.partial(make, OF_RESUMED.get(name, "adamw"))
-    if not scaler.is_enabled():
-        (_, model), (_, optimizer) = networks_at(name[:2], make_it, **options)
-        return model, optimizer, scaler, dtype
-    model = networks(dtype)[0 if saved and name == "saved whole" else 1]
-    if name == "muon":
-        optimizer = optim.Muon(optim.muon_groups(model), lr=1e-2, **options)
+    if resumed.level is not None:
+        make_it = functools.partial(make, resumed.kind)
+        (_, model), (_, optimizer) = networks_at(resumed.level, make_it, **resumed.options)
+        return model, optimizer, scaler
+    unsharded, sharded = networks(resumed.dtype)
+    model = unsharded if whole else sharded
+    if resumed.kind == "muon":
+        optimizer = optim.Muon(optim.muon_groups(model), lr=1e-2, **resumed.options)
     else:
-        optimizer = make_it(model.parameters(), **options)
-    return model, optimizer, scaler, dtype
+        optimizer = make(resumed.kind, model.parameters(), **resumed.options)
+    return model, optimizer, scaler
 
 
 def save_and_go_on(folder):
     """With torch.distributed.checkpoint; the end of the training is saved too."""
-    for name in RESUMED:
-        model, optimizer, scaler, dtype = resumable(name, saved=True)
-        begun = 0 if name == "fresh" else 6
-        train_on(model, optimizer, scaler, dtype, range(begun))
+    for name, resumed in RESUMED.items():
+        model, optimizer, scaler = resumable(resumed, whole=resumed.saved_whole)
+        begun = resumed.steps_before
+        train_on(model, optimizer, scaler, resumed.dtype, range(begun))
         weights, states = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
         checkpoint.async_save(saved, checkpoint_id=f"{folder}/{name}").result()
-        train_on(model, optimizer, scaler, dtype, range(begun, 12))
+        train_on(model, optimizer, scaler, resumed.dtype, range(begun, 12))
         ended = [full(param.detach()) for param in model.parameters()]
         if dist.get_rank() == 0:
             torch.save([ended, scaler.state_dict()], f"{folder}/{name}.pt")
@@ -615,8 +632,8 @@ def save_and_go_on(folder):
 
 def resume(folder):
     """On as many ranks as there are; equal bits, where no block of codes ends with a shard."""
-    for i, name in enumerate(RESUMED):
-        model, optimizer, scaler, dtype = resumable(name)
+    for i, (name, resumed) in enumerate(RESUMED.items()):
+        model, optimizer, scaler = resumable(resumed)
         if i % 2:  # last_step was read before
             assert optimizer.last_step.skipped == 0
         weights, states = get_state_dict(model, optimizer)
@@ -626,12 +643,34 @@ def resume(folder):
             model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
         )
         scaler.load_state_dict(saved["scaler"])
-        train_on(model, optimizer, scaler, dtype, range(0 if name == "fresh" else 6, 12))
+        train_on(model, optimizer, scaler, resumed.dtype, range(resumed.steps_before, 12))
         expected, scale = torch.load(f"{folder}/{name}.pt")
         assert scaler.state_dict() == scale, name
         for one, param in zip(expected, model.parameters(), strict=True):
             compare(name, one, param.detach())
 
+
+CASES = (
+    every_optimizer,
+    groups_and_frozen_parameters,
+    spikes,
+    gradients_of_other_kinds,
+    every_place,
+    every_mode,
+    muon,
+    muon_beside_tensor_parallel_layers,
+    fsdp,
+    levels,
+    a_step_of_its_own,
+    ddp,
+    no_sync,
+    gradients_between_passes,
+    accumulation_in_fsdp,
+    static_graph_and_join,
+    collectives,
+    zero_redundancy,
+)
+WITH_FOLDER = (save_and_go_on, resume)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
@@ -639,10 +678,12 @@ if __name__ == "__main__":
     backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
     folder, *names = sys.argv[1:]
+    cases = {case.__name__: case for case in CASES}
+    cases |= {case.__name__: functools.partial(case, folder) for case in WITH_FOLDER}
     found = {}
     for name in names:
         try:
-            globals()[name](*[folder] * (name in ("save_and_go_on", "resume")))
+            cases[name]()
             found[name] = None
         except Exception:
             found[name] = traceback.format_exc()
