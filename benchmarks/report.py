@@ -37,12 +37,13 @@ def report_of(rows: list[Row]) -> list[str]:
 
 
 def fill(page: Path, path: Path) -> None:
-    """Write the report of a file into the page: between a comment with its name and one "end"."""
+    """Write the report of a file, or that there is none, into the page: between a comment with its
+    name and one "end"."""
     for name, make in ((path.name, report_of), (f"{path.name}, in short", in_short)):
         head, comment, rest = page.read_text().partition(f"<!-- {name} -->\n")
         if comment:
             tail = rest[rest.index("<!-- end -->") :]
-            lines = "\n".join(make(read(path)))
+            lines = "\n".join(make(read(path))) if path.exists() else "Not measured yet."
             page.write_text(f"{head}{comment}{lines}\n{tail}")
 
 

@@ -114,7 +114,8 @@ def main(argv: list[str] | None = None) -> float:
     optimizer = torch.optim.SGD(model.parameters(), args.lr, 0.9, nesterov=True, weight_decay=5e-4)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps)
-    criterion, normalise = nn.CrossEntropyLoss(label_smoothing=0.1), Normalise(images)
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    normalise = Normalise(images)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad()

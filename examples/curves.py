@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     args = parser.parse_args(argv)
 
-    figure, rows = Figure(figsize=(6, 3.6), layout="constrained"), ["precision,seed,step,loss"]
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    rows = ["precision,seed,step,loss"]
     axes = figure.subplots()
     for variant in args.variants:
         curves = np.stack([run(args.name, variant, seed) for seed in range(args.seeds)])

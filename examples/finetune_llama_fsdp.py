@@ -77,7 +77,9 @@ def main(argv: list[str] | None = None) -> list[float]:
         weights, moments = saved["model"], saved["optimizer"]
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
-    text, losses, begin = read(args), [], time.perf_counter()
+    text = read(args)
+    losses = []
+    begin = time.perf_counter()
     for step in range(done + 1, args.steps + 1):
         drawn = torch.Generator().manual_seed(step)
         starts = torch.randint(len(text) - args.length, (args.batch, 1), generator=drawn)

@@ -346,6 +346,9 @@ def test_a_csv_fills_in_where_a_comment_names_it(load, tmp_path):
     head, table, tail = re.split(r"(?<=a.csv -->\n)|(?=<!-- end -->\n\n)", page.read_text())
     assert head + tail == text.format("")
     assert table.count("| b | 20.0 (20.0-20.0) |") == 1
+    (tmp_path / "a.csv").unlink()
+    load("report").fill(page, tmp_path / "a.csv")
+    assert page.read_text() == text.format("Not measured yet.\n")
 
 
 def test_shell_scripts_parse():
