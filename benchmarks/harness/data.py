@@ -46,12 +46,13 @@ def sentences() -> tuple[Tensor, ...]:
     text: list[int] = []
     while len(text) < 1_000_000:
         determiners = draw.choices(range(1, 4), k=2)
-        counts = (1 + (draw.random() < 0.3), 1 + (draw.random() < 0.3))
+        counts = [2 if draw.random() < 0.3 else 1 for _ in range(2)]
         first, second = (draw.choices(range(_ADJECTIVES), zipf[_ADJECTIVES], k=k) for k in counts)
         noun = draw.choices(range(_NOUNS), zipf[_NOUNS])[0]
         verb = draw.choice(pairs[first[0]][noun])
         text += [determiners[0], *(4 + a for a in first), 4 + _ADJECTIVES + noun]
-        text += [4 + _ADJECTIVES + _NOUNS + 2 * verb + (determiners[0] == 1), determiners[1]]
+        form = 1 if determiners[0] == 1 else 0
+        text += [4 + _ADJECTIVES + _NOUNS + 2 * verb + form, determiners[1]]
         text += [*(4 + a for a in second), 4 + _ADJECTIVES + draw.choice(objects[verb]), 0]
     rows = torch.tensor(text).unfold(0, CONTEXT + 1, CONTEXT)
     return rows[:-1000, :-1], rows[:-1000, 1:], rows[-1000:, :-1], rows[-1000:, 1:]
