@@ -140,8 +140,8 @@ class Run:
             while self.step < self.total:
                 batches = self.data.train_batches(*divmod(self.step, self.data.batches_per_epoch))
                 for inputs, targets in islice(batches, self.total - self.step):
-                    schedule = settings.schedule, self.step, self.total, settings.warmup
-                    self._lr = settings.lr * lr_factor(*schedule)
+                    factor = lr_factor(settings.schedule, self.step, self.total, settings.warmup)
+                    self._lr = settings.lr * factor
                     variant.set_lr(self._lr)
                     self._note(*variant.step(inputs, targets))  # nothing here waits for the device
                 self._end_epoch()
