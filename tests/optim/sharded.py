@@ -32,7 +32,7 @@ from cases import CODED, KINDS, LEVELS, bf16, f16, f32, history_of_norms, make
 from stepping import params_of
 from trainings import MODES, Net, fractions, integers, with_whole_masters
 
-SIZE = int(os.environ["WORLD_SIZE"])
+SIZE = int(os.environ.get("WORLD_SIZE", 1))
 DEVICE = os.environ.get("DEVICE", "cpu")
 STEPS = 30
 QUICK = SIZE <= 2
@@ -663,13 +663,11 @@ CASES = (
     levels,
     a_step_of_its_own,
     ddp,
-    no_sync,
     gradients_between_passes,
     accumulation_in_fsdp,
-    static_graph_and_join,
-    collectives,
     zero_redundancy,
 )
+OF_SEVERAL = (no_sync, static_graph_and_join, collectives)  # ranks
 WITH_FOLDER = (save_and_go_on, resume)
 
 if __name__ == "__main__":
@@ -678,7 +676,7 @@ if __name__ == "__main__":
     backend = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=60))
     folder, *names = sys.argv[1:]
-    cases = {case.__name__: case for case in CASES}
+    cases = {case.__name__: case for case in CASES + OF_SEVERAL}
     cases |= {case.__name__: functools.partial(case, folder) for case in WITH_FOLDER}
     found = {}
     for name in names:

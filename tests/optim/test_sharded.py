@@ -1,40 +1,21 @@
 """Steps on shards, under FSDP2, DDP and ZeRO, on 2 and 4 processes; see sharded.py."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import sharded
 from ampfuse import amp
 from programs import ranks
-
-HERE = Path(__file__).parent
-CASES = (
-    "every_optimizer",
-    "groups_and_frozen_parameters",
-    "spikes",
-    "gradients_of_other_kinds",
-    "every_place",
-    "every_mode",
-    "muon",
-    "muon_beside_tensor_parallel_layers",
-    "fsdp",
-    "levels",
-    "a_step_of_its_own",
-    "ddp",
-    "gradients_between_passes",
-    "accumulation_in_fsdp",
-    "zero_redundancy",
-)
-OF_SEVERAL = ("no_sync", "static_graph_and_join", "collectives")
+from sharded import CASES, OF_SEVERAL, resume, save_and_go_on
 
 
-def run(size, folder, *names):
+def run(size, folder, *cases):
     """The result of the cases on each of `size` ranks: None, or the error."""
-    ranks(size, HERE / "sharded.py", folder, *names, timeout=120 * size)
+    names = [case.__name__ for case in cases]
+    ranks(size, sharded.__file__, folder, *names, timeout=120 * size)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
@@ -46,7 +27,7 @@ FOUR = pytest.param(4, marks=pytest.mark.slow)  # processes, where there may be 
 def of_two(tmp_path_factory):
     """The results of all cases on two ranks, and the folder of their checkpoints."""
     folder = tmp_path_factory.mktemp("of_two")
-    return run(2, folder, *CASES, *OF_SEVERAL, "save_and_go_on"), folder
+    return run(2, folder, *CASES, *OF_SEVERAL, save_and_go_on), folder
 
 
 @pytest.mark.parametrize("size", [ONE, 2, FOUR])
@@ -64,14 +45,14 @@ def test_shards_go_the_way_of_whole_parameters(size, tmp_path, request):
 def test_shards_on_a_gpu(tmp_path, monkeypatch):
     """There is one rank, as two would need two GPUs; test_merge.py has joint decisions."""
     monkeypatch.setenv("DEVICE", "cuda")
-    for case, error in run(1, tmp_path, *CASES, "save_and_go_on", "resume")[0].items():
+    for case, error in run(1, tmp_path, *CASES, save_and_go_on, resume)[0].items():
         assert error is None, f"{case}: {error}"
 
 
 @pytest.mark.parametrize("size", [1, TWO, FOUR])
 def test_checkpoints_resume_on_any_number_of_ranks(size, of_two):
     """Checkpoints of two ranks by torch.distributed.checkpoint resume with equal bits."""
-    for rank, errors in enumerate(run(size, of_two[1], "resume")):
+    for rank, errors in enumerate(run(size, of_two[1], resume)):
         assert errors["resume"] is None, f"rank {rank} of {size}: {errors['resume']}"
 
 
