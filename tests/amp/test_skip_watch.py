@@ -82,6 +82,21 @@ def test_spikes_are_skipped_at_every_level(level, optimizer, caplog):
     assert line.startswith("Step 2 was skipped: its gradient norm")
 
 
+def test_a_spike_is_logged_also_when_an_overflow_came_before_the_look(caplog):
+    """Dynamic scaling logs spikes alone. On a GPU several steps pass between two looks."""
+    run = training(torch.optim.AdamW)
+    run.optimizer.skip_spikes, run.optimizer.param_groups[0]["lr"] = 10.0, 1e-3
+    run.step(0)
+    table, watch = run.optimizer.param_table(), SkipWatch()
+    history = history_of_norms(0, 0.01)
+    history[:7] = torch.tensor([19, 1, 1, 2, 19, 1, 30.0])  # a spike in step 18, overflow in 19
+    run.optimizer.load_history(history)
+    watch.after_step(run.optimizer, table, True, ("spike",))
+    (line,) = caplog.messages
+    assert line.startswith("A step before step 19 was skipped: its gradient norm, 30, is a spike")
+    assert line.endswith(" 1 of 19 steps so far.")
+
+
 SKIPS = [  # where, options, whether a step with a NaN changes nothing; and with a step of its own
     ("O0", {}, False, False),
     ("O3", {}, False, False),

@@ -122,9 +122,8 @@ class SkipWatch:
         where = table.name(int(row)) if 0 <= row < len(table) else "another process"
         before, now = (int(sum(getattr(of, name) for name in logs)) for of in (seen, history))
         if now.bit_length() > before.bit_length():
-            _log.warning(
-                "%s %d of %d steps so far.", _reason(history, optimizer, where), now, history.steps
-            )
+            reason = _reason(history, optimizer, where, logs)
+            _log.warning("%s %d of %d steps so far.", reason, now, history.steps)
         limit = optimizer.max_skipped_steps
         # How many of this streak the previous look saw: none if a step was applied since.
         goes_on = history.in_a_row - seen.in_a_row == history.steps - seen.steps
@@ -133,9 +132,12 @@ class SkipWatch:
             raise RuntimeError(_too_many(history, where))
 
 
-def _reason(history: StepHistory, optimizer: Any, where: str) -> str:
+def _reason(history: StepHistory, optimizer: Any, where: str, logs: Any) -> str:
     step = f"Step {history.last_skipped:.0f} was skipped:"
-    if history.last_reason == 1:
+    reason = REASONS[int(history.last_reason) - 1]
+    if reason not in logs:  # it is not to be logged, and came after a spike in the same look
+        reason, step = "spike", f"A step before step {history.last_skipped:.0f} was skipped:"
+    if reason == "nonfinite":
         return (
             f"{step} the gradient of {where} was not finite. amp.explain_overflow finds the "
             "operation where it originated; skip_nonfinite=False applies such steps."
