@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampfuse import amp
+from ampfuse import amp, pytree
 from ampfuse.nn import LinearCrossEntropy, cross_entropy, linear_cross_entropy
 from operators import assert_rounded
 
@@ -224,6 +225,34 @@ def test_a_head_in_blocks_agrees_with_float64(dtype, block_rows, options):
         assert (a.grad.double() - b.grad).norm() < 2 * eps * b.grad.norm()
 
 
+class Shapes(TorchDispatchMode):
+    """Notes the shape of every result."""
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen += [tensor.shape for tensor in pytree.tensors(result)]
+        return result
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias", "neither"])
+def test_nothing_is_computed_for_the_frozen_part_of_a_head(trained):
+    head = LinearCrossEntropy(24, 130, bias=True, block_rows=7)
+    for name, param in head.named_parameters():
+        param.requires_grad_(name == trained)
+    loss = head(torch.randn(40, 24, requires_grad=True), targets_of(40, 130))
+    with Shapes() as shapes:
+        loss.backward()
+    assert ((130, 24) in shapes.seen) == (trained == "weight")
+    assert ((130,) in shapes.seen) == (trained == "bias")
+    assert [p.grad is not None for p in head.parameters()] == [
+        p.requires_grad for p in head.parameters()
+    ]
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_a_head_trains_at_every_level(level):
     model = LinearCrossEntropy(16, 10, block_rows=5)
@@ -251,6 +280,10 @@ def test_a_head_tells_what_is_wrong():
     with pytest.raises(IndexError, match="target 5 is out of range"):
         linear_cross_entropy(x, weight, target)
     assert linear_cross_entropy(x[:0], weight, target[:0], reduction="sum") == 0
+    none = linear_cross_entropy(
+        x[:0].view(0, 5, 3), weight, target[:0].view(0, 5), reduction="none"
+    )
+    assert none.shape == (0, 5)
 
 
 @pytest.mark.parametrize("block_rows", [0, -1])

@@ -464,7 +464,8 @@ def linear_cross_entropy(
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     with torch.autocast(x.device.type, enabled=False):
         if rows.shape[0] == 0:
-            return cross_entropy(F.linear(rows, weight, bias), targets, reduction=reduction)
+            loss = cross_entropy(F.linear(rows, weight, bias), targets, reduction=reduction)
+            return loss.view(target.shape) if reduction == "none" else loss
         block = block_rows or max(1, _BLOCK_LOGITS // weight.shape[0])
         losses = _LinearCrossEntropy.apply(
             rows, weight, bias, targets, ignore_index, label_smoothing, block
@@ -500,22 +501,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, bias, target, lse = ctx.saved_tensors
-        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        # Sums over blocks are FP32, as those within a product are.
-        single = ctx.block >= x.shape[0]
-        dw = torch.zeros_like(weight, dtype=torch.float32) if not single else None
-        db = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        dx = torch.empty_like(x) if needs_dx else None
+        # Sums over several blocks are FP32, as those within a product are.
+        is_one_block = ctx.block >= x.shape[0]
+        sums_dw = needs_dw and not is_one_block
+        dw = torch.zeros_like(weight, dtype=torch.float32) if sums_dw else None
+        db = torch.zeros_like(bias, dtype=torch.float32) if needs_db else None
         for begin in range(0, x.shape[0], ctx.block):
             part = slice(begin, begin + ctx.block)
             logits = F.linear(x[part], weight, bias)
-            dy, rest = gradient[part].contiguous(), (None, lse[2 * begin :], *ctx.options)
-            dz = torch.ops.ampfuse.cross_entropy_gradient(dy, logits, target[part], *rest)
+            part_lse = lse[2 * begin :]  # two numbers for each row
+            dz = torch.ops.ampfuse.cross_entropy_gradient(
+                gradient[part].contiguous(), logits, target[part], None, part_lse, *ctx.options
+            )
             if dx is not None:
                 torch.mm(dz, weight, out=dx[part])
-            if ctx.needs_input_grad[1]:
+            if needs_dw:
                 product = dz.t().mm(x[part])
                 dw = product if dw is None else dw.add_(product)
             if db is not None:
                 db += dz.sum(0, dtype=torch.float32)
-        dw = dw.to(weight.dtype) if ctx.needs_input_grad[1] and dw is not None else None
-        return dx, dw, None if db is None else db.to(bias.dtype), None, None, None, None
+        dw = None if dw is None else dw.to(weight.dtype)
+        db = None if db is None else db.to(bias.dtype)
+        return dx, dw, db, None, None, None, None
