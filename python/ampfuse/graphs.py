@@ -223,6 +223,7 @@ class GraphedStep:
         stepped = set(map(id, self._captured.leaves))
         self._others = [param for param in both.parameters() if id(param) not in stepped]
         self._buffers = dict(both.named_buffers())
+        self._modules = list(both.modules())
         # Scale and counters are made, or moved to the device, at their first use: now.
         if self._session is not None:
             self._session.loss_scalers[0].snapshot(device)
@@ -321,7 +322,7 @@ class GraphedStep:
         for name, buffer in self._buffers.items():
             fixed[f"the memory of buffer {name}"] = buffer.data_ptr()
         fixed["the memory of the loss scale"] = list(map(Tensor.data_ptr, self._scaling_tensors()))
-        fixed["the model's train or eval mode"] = self._model.training
+        fixed["a module's train or eval mode"] = [module.training for module in self._modules]
         fixed |= {f"optimizer.{name}": getattr(self._optimizer, name) for name in RULES}
         return fixed
 

@@ -664,6 +664,7 @@ CHANGES = {
         "the memory of buffer model.1.running_mean",
     ),
     "eval": (lambda m, o: m.eval(), "train or eval mode"),
+    "a module's eval": (lambda m, o: m[1].eval(), "train or eval mode"),
     "frozen": (lambda m, o: m[0].weight.requires_grad_(False), "requires_grad of .*"),
     "clipping": (lambda m, o: setattr(o, "max_grad_norm", 1.0), "max_grad_norm"),
     "skipping": (lambda m, o: setattr(o, "skip_nonfinite", False), "skip_nonfinite"),
