@@ -319,6 +319,12 @@ def two_networks(calls, level="O2"):
     return [o.state_dict() for o in optimizers], tracker.log.call_args.args, accelerator.scaler
 
 
+def test_a_model_without_an_optimizer():
+    accelerator, model = Accelerator(cpu=True), Net()
+    assert initialize(accelerator, model, None, "O5", verbosity=0) is model
+    assert model.layers[0].weight.dtype == torch.bfloat16
+
+
 def test_two_calls_for_one_accelerator_are_as_one():
     one, two = two_networks(1), two_networks(2)
     assert_same(two[:2], one[:2])

@@ -60,7 +60,9 @@ def initialize(
             "trainings call accelerator.free_memory()."
         )
     result = amp.initialize(models, optimizers, opt_level=opt_level, **options)
-    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
+    if not listed:  # inference
+        return result
     scaler.optimizers, scaler.arguments, scaler.is_over = [*others, *listed], arguments, False
     if is_first:
         accelerator.scaler = scaler
