@@ -179,6 +179,13 @@ def test_backends_of_attention_are_compared(more, tmp_path, monkeypatch):
         assert all(len(ms) == 5 and min(ms) > 0 for ms in times.values())
 
 
+def test_an_attention_that_no_backend_computes_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "measure_attention", lambda event, device: {})
+    examined = see(ATTENTION.replace("MORE", "is_causal=True"), tmp_path, monkeypatch, steps=1)
+    assert "FP32: flash computes it. No backend could be measured" in str(examined)
+    assert not [one for one in examined.advice if "attention" in one.kind]
+
+
 def test_attention_is_measured_as_it_was_called(monkeypatch):
     """Masks, dropout, scale and what is causal, by the operator's schema."""
     seen = []
@@ -475,6 +482,19 @@ def test_time_of_a_gpu():
         "data": 300.0,
         "host": 50.0 + 20.0 + 190.0,  # until the first kernel, between two, and after the copy
     }
+
+
+def test_what_several_streams_hide_is_counted_once():
+    times = us(
+        step_mark(0),
+        kernel("gemm", 100, 100, of=0),
+        kernel("gemm", 100, 100, of=0, stream=8),  # at the same time
+        kernel("gemm", 150, 100, of=0, stream=8),
+        kernel("gemm", 300, 10, of=0),
+        kernel("ncclDevKernel_AllReduce", 50, 300, of=0, stream=9),
+        step_mark(400),
+    )
+    assert times["communication"] == 50.0 + 50.0 + 40.0
 
 
 def test_kernels_tell_precision_and_units():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -166,11 +167,21 @@ class Profile:
         return self._begin <= event.start < self._end
 
     def _count_transfers_where_nothing_else_runs(self) -> None:
-        work = [event for event in self.device if event.kind not in _TRANSFERS]
+        busy: list[list[float]] = []  # begins and ends of other work, on any stream
         for event in self.device:
             if event.kind in _TRANSFERS:
-                overlaps = (min(event.end, w.end) - max(event.start, w.start) for w in work)
-                event.self_us = max(event.self_us - sum(us for us in overlaps if us > 0), 0.0)
+                continue
+            if busy and event.start <= busy[-1][1]:
+                busy[-1][1] = max(busy[-1][1], event.end)
+            else:
+                busy.append([event.start, event.end])
+        ends = [end for _, end in busy]
+        for event in self.device:
+            if event.kind in _TRANSFERS:
+                i = bisect.bisect_right(ends, event.start)
+                while i < len(busy) and busy[i][0] < event.end:
+                    event.self_us -= min(event.end, busy[i][1]) - max(event.start, busy[i][0])
+                    i += 1
 
     def _sum(self, events: Iterable[Event]) -> list[Operation]:
         """Add the events to the times; return their operations."""

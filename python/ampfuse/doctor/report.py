@@ -351,10 +351,10 @@ def compare_attention(report: Report, profile: Profile) -> list[Finding]:
     event, times = same[0], measure_attention(same[0], report.device)
     used = _ATTENTION.sub(r"\1", event.name)
     medians = {name: statistics.median(ms) for name, ms in times.items()}
+    taken = ", ".join(f"{figures(ms, 3)} ms by {name}" for name, ms in medians.items())
     report.attention = (
         f"Attention of {'x'.join(map(str, event.dims[0]))}, {event.precision}: {used} computes it. "
-        "Forward and backward take "
-        f"{', '.join(f'{figures(ms, 3)} ms by {name}' for name, ms in medians.items())}."
+        + (f"Forward and backward take {taken}." if taken else "No backend could be measured.")
     )
     best = min(medians, key=lambda name: medians[name], default=used)
     if used not in times or max(times[best]) >= min(times[used]):
