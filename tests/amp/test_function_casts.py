@@ -52,6 +52,27 @@ def test_they_cast_where_autocast_is_on(name, level):
     assert function.__name__ == "types"
 
 
+def autocast_state():
+    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return enabled, dtype, torch.is_autocast_cache_enabled()
+
+
+def test_casting_everywhere_ends_as_it_began():
+    """Also inside a region of the user's, and when that has ended before."""
+    before = autocast_state()
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        region = autocast_state()
+        for _ in range(2):
+            amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+            amp.cast_everywhere()
+            assert autocast_state() == (True, torch.bfloat16, False)
+        amp.restore_torch()
+        assert autocast_state() == region
+        amp.cast_everywhere()
+    amp.restore_torch()
+    assert autocast_state() == before
+
+
 def test_promotion_takes_the_widest_type():
     given = (torch.ones(1, dtype=f16), torch.ones(1), torch.ones(1, dtype=f64))
     assert inside(amp.promote_function(types), *given) == [f64] * 3

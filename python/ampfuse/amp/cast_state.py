@@ -18,8 +18,9 @@ import torch
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # Device types with autocast everywhere, and the previous autocast type of each.
-        self.everywhere: dict[str, torch.dtype] = {}
+        # Device types with autocast everywhere; whether it was on before, and with which type.
+        self.everywhere: dict[str, tuple[bool, torch.dtype]] = {}
+        self.cached_before = True
         self.disabled = 0
 
 
@@ -29,9 +30,11 @@ thread = _Thread()
 def begin_everywhere(device_types: Sequence[str], dtype: torch.dtype) -> None:
     """Turn autocast on in this thread until :func:`end_everywhere`."""
     for device_type in device_types:
-        thread.everywhere[device_type] = torch.get_autocast_dtype(device_type)
+        before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        thread.everywhere[device_type] = before
         torch.set_autocast_dtype(device_type, dtype)
         torch.set_autocast_enabled(device_type, True)
+    thread.cached_before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     _end_in_forks()
 
@@ -40,10 +43,13 @@ def end_everywhere() -> None:
     """Undo :func:`begin_everywhere`, if it was called in this thread."""
     if not thread.everywhere:
         return
-    for device_type, dtype in thread.everywhere.items():
-        torch.set_autocast_enabled(device_type, False)
-        torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_cache_enabled(True)
+    # A region of the user's may have ended since, and has undone some of this.
+    for device_type, (enabled, dtype) in thread.everywhere.items():
+        if torch.is_autocast_enabled(device_type):
+            torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(device_type, dtype)
+    if not torch.is_autocast_cache_enabled():
+        torch.set_autocast_cache_enabled(thread.cached_before)
     thread.everywhere = {}
 
 
