@@ -408,6 +408,33 @@ def test_a_static_scale_that_is_too_high(level):
         assert (again is None or (again.module, again.operation) != origin) == fits
 
 
+@pytest.mark.parametrize("factor", [0.0, -1.0, 0.5, 3.0, torch.tensor(0.0), torch.tensor(3.0)])
+@pytest.mark.parametrize("operation", ["exp", "mul"])
+@pytest.mark.parametrize("scale", [None, 128.0])
+def test_a_factor_of_a_part_of_the_loss_is_no_loss_scale(factor, operation, scale):
+    """Overflows forward, and backward."""
+    function, value, *_ = FORWARD["exp"] if operation == "exp" else BACKWARD["a steep function"]
+    model, extra = planted(function).half(), torch.ones(2, requires_grad=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    with amp.explain_overflow(model) as watch:
+        loss = model(ones(value).half()).float().sum()
+        scaler.scale(loss).backward()
+        (loss.detach() + extra.sum() * factor).backward()
+    cause = watch.explanation
+    assert (cause.operation, cause.scale, cause.dynamic) == (operation, scale or 1.0, bool(scale))
+    assert cause.suggestion in str(cause)
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, INF, math.nan, 1e308, 5e-324])
+def test_no_scale_fits_where_there_is_none(scale):
+    known = {"aten": "aten.mul.Tensor", "largest_result": 1e9, "scale": scale}
+    of_tensor = ("output", "inf", (2,), torch.float16, "cpu")
+    cause = insight.Explanation("backward", "1", "Op", "mul", *of_tensor, **known)
+    assert cause.fitting_scale is None or math.isfinite(cause.fitting_scale)
+    assert not cause.is_harmless
+    assert cause.suggestion in str(cause)
+
+
 class Net(nn.Module):
     """Convolutions, attention and a recurrent network."""
 

@@ -59,7 +59,7 @@ class SyncRecorder(TorchDispatchMode):
         elif is_sync:
             is_sync = args[0].is_cuda if self.on_gpu else not self.in_step
         if is_sync:
-            place, _ = callers()
+            place, _ = callers(sys._getframe(1))
             self.calls[(*(place or ("in torch", 0)), name)] += 1
         return result
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable
 
 import torch
 
@@ -71,7 +69,8 @@ class Explanation:
         beyond = self.largest_result
         if self.phase != "backward" or beyond is None or not math.isfinite(beyond) or beyond == 0:
             return None
-        return 2.0 ** math.floor(math.log2(self.scale * self.limit / beyond))
+        largest = self.scale * self.limit / beyond
+        return 2.0 ** math.floor(math.log2(largest)) if 0 < largest < math.inf else None
 
     @property
     def is_harmless(self) -> bool:
@@ -82,16 +81,7 @@ class Explanation:
     @property
     def suggestion(self) -> str:
         """The fix, in a sentence or two."""
-        skips = max(1, round(math.log2(self.scale / (self.fitting_scale or self.scale))))
-        return next(suggestion for when, suggestion in _SUGGESTIONS if when(self)).format(
-            e=self,
-            dtype=dtype_name(self.dtype),
-            device=re.sub(r":\d+$", "", self.device),
-            domain=_of_domain(self),
-            by=math.ceil((self.largest_result or 0.0) / self.limit) if self.is_beyond else 0,
-            skips=f"{skips} skipped step{'s' * (skips > 1)}",
-            wider="or use BF16, whose range is FP32's (O4 or O5 instead of O1 or O2)",
-        )
+        return _suggestion(self)
 
     @property
     def is_beyond(self) -> bool:
@@ -147,79 +137,121 @@ _DOMAIN = {
     "linalg_vector_norm": _NORM,
     "softmax": "a whole row is -inf, as when a mask hides every element: leave one in each row",
 }
+# Those that need a number above 0, which float16 may have rounded to 0.
+_AT_ZERO = frozenset("div reciprocal log sqrt rsqrt pow norm linalg_vector_norm".split())
+_WIDER = "or use BF16, whose range is FP32's (O4 or O5 instead of O1 or O2)"
+
+
+def _suggestion(e: Explanation) -> str:
+    if e.phase == "data":
+        return "Check the data and its preprocessing. No dtype and no loss scale helps."
+    if e.phase == "weights":
+        return (
+            "An earlier step or the checkpoint put it there: go back to an intact checkpoint. A "
+            "dynamic loss scale (or skip_nonfinite=True) skips steps that would do this; a lower "
+            "learning rate or clipping keeps finite ones small. Or it did not fit when "
+            "amp.initialize cast it to float16: use O5 or O4, whose BF16 has FP32's range."
+        )
+    if e.phase == "step":
+        return (
+            "The update left the type's range: lower the learning rate, clip gradients, and keep "
+            "FP32 masters (O2 or O5 instead of O3; master_weights=True)."
+        )
+    if e.phase == "another process":
+        return (
+            "Read the explanations of the other processes. If none has one, the sum of their "
+            "gradients overflowed: reduce in FP32, or lower the loss scale."
+        )
+    if e.largest_result is not None and not e.is_beyond:
+        return _of_domain(e)
+    if e.dtype != torch.float16:
+        return (
+            f"No dtype used in training has a wider range than {dtype_name(e.dtype)}, so the "
+            "training diverges: lower the learning rate, clip gradients, check the loss and the "
+            "data."
+        )
+    if e.scale > 1 and e.fitting_scale is not None and e.fitting_scale >= 1:
+        return _of_scale(e, e.fitting_scale)
+    if e.operation == "to":
+        return _of_cast(e)
+    if e.phase == "backward":
+        return (
+            "The gradient is beyond float16 without any loss scale: compute the operation in FP32 "
+            f"(x.float()) so that its backward is, {_WIDER}."
+        )
+    return _of_operation(e)
 
 
 def _of_domain(e: Explanation) -> str:
-    if e.kind == "nan":
-        other = f"{e.operation} has no finite result here, such as 0 / 0, inf - inf or 0 * inf"
+    """The operation has no finite result in any dtype."""
+    if e.operation in _DOMAIN:
+        cause, is_at_zero = _DOMAIN[e.operation], e.operation in _AT_ZERO
+    elif e.kind == "nan":
+        cause = f"{e.operation} has no finite result here, such as 0 / 0, inf - inf or 0 * inf"
+        is_at_zero = True
     else:
-        other = f"the result of {e.operation} is beyond FP32's range too"
-    said = _DOMAIN.get(e.operation, other)
-    underflow = (
-        " In float16 numbers below 3e-8 are 0, constants such as 1e-8 too: if that is the cause, "
-        "compute them in FP32."
+        cause, is_at_zero = f"the result of {e.operation} is beyond FP32's range too", False
+    suggestion = f"{cause[0].upper()}{cause[1:]}. No loss scale helps."
+    if is_at_zero and e.dtype == torch.float16:
+        suggestion += (
+            " In float16 numbers below 3e-8 are 0, constants such as 1e-8 too: if that is the "
+            "cause, compute them in FP32."
+        )
+    return suggestion
+
+
+def _of_scale(e: Explanation, fitting: float) -> str:
+    """A lower loss scale helps."""
+    if e.dynamic:
+        skips = max(1, round(math.log2(e.scale / fitting)))
+        return (
+            f"None needed: the dynamic loss scale of {e.scale:.10g} is still adapting. This "
+            f"gradient fits from {fitting:.10g} on, after {skips} skipped "
+            f"{'step' if skips == 1 else 'steps'}."
+        )
+    return (
+        f"The static loss scale of {e.scale:.10g} is too high: this gradient fits with "
+        f'{fitting:.10g} or less. Use loss_scale="dynamic", which finds it.'
     )
-    is_zero = e.dtype == torch.float16 and "0" in said.split(":")[0]
-    return f"{said[0].upper()}{said[1:]}. No loss scale helps.{underflow * is_zero}"
 
 
-def _scale_helps(e: Explanation) -> bool:
-    return e.scale > 1 and e.fitting_scale is not None and e.fitting_scale >= 1
+def _of_cast(e: Explanation) -> str:
+    if e.kind == "-inf":
+        return (
+            "A cast to float16 turned a finite number into -inf. If this is a mask, fill it with "
+            "torch.finfo(torch.float16).min instead of -1e9, and do not hide a whole row; if not, "
+            f"keep the values in FP32, {_WIDER}."
+        )
+    return f"These values do not fit into float16: normalize them, keep them in FP32, {_WIDER}."
 
 
-_KEEP = (
-    'Keep {what} in FP32: with torch.autocast("{{device}}", enabled=False), on x.float(); for a '
-    "function of yours, @amp.float_function at O1; {{wider}}."
-)
-# When it helps, and what: the first that holds.
-# fmt: off
-_SUGGESTIONS: tuple[tuple[Callable[[Explanation], bool], str], ...] = (
-    (lambda e: e.phase == "data",
-     "Check the data and its preprocessing. No dtype and no loss scale helps."),
-    (lambda e: e.phase == "weights",
-     "An earlier step or the checkpoint put it there: go back to an intact checkpoint. A dynamic "
-     "loss scale (or skip_nonfinite=True) skips steps that would do this; a lower learning rate "
-     "or clipping keeps finite ones small. Or it did not fit when amp.initialize cast it to "
-     "float16: use O5 or O4, whose BF16 has FP32's range."),
-    (lambda e: e.phase == "step",
-     "The update left the type's range: lower the learning rate, clip gradients, and keep FP32 "
-     "masters (O2 or O5 instead of O3; master_weights=True)."),
-    (lambda e: e.phase == "another process",
-     "Read the explanations of the other processes. If none has one, the sum of their gradients "
-     "overflowed: reduce in FP32, or lower the loss scale."),
-    (lambda e: e.largest_result is not None and not e.is_beyond, "{domain}"),
-    (lambda e: e.dtype != torch.float16,
-     "No dtype used in training has a wider range than {dtype}, so the training diverges: lower "
-     "the learning rate, clip gradients, check the loss and the data."),
-    (lambda e: _scale_helps(e) and e.dynamic,
-     "None needed: the dynamic loss scale of {e.scale:.10g} is still adapting. This gradient fits "
-     "from {e.fitting_scale:.10g} on, after {skips}."),
-    (_scale_helps,
-     "The static loss scale of {e.scale:.10g} is too high: this gradient fits with "
-     '{e.fitting_scale:.10g} or less. Use loss_scale="dynamic", which finds it.'),
-    (lambda e: e.operation == "to" and e.kind == "-inf",
-     "A cast to float16 turned a finite number into -inf. If this is a mask, fill it with "
-     "torch.finfo(torch.float16).min instead of -1e9, and do not hide a whole row; if not, keep "
-     "the values in FP32, {wider}."),
-    (lambda e: e.operation == "to",
-     "These values do not fit into float16: normalize them, keep them in FP32, {wider}."),
-    (lambda e: e.phase == "backward",
-     "The gradient is beyond float16 without any loss scale: compute the operation in FP32 "
-     "(x.float()) so that its backward is, {wider}."),
-    (lambda e: e.aten.startswith(("aten.bmm", "aten.baddbmm")) and e.is_beyond,
-     "These products fit if an operand is divided by {by} or more. Attention scores: scale the "
-     "query before the product, q / d**0.5 @ k.mT, not the scores after it; or call "
-     "F.scaled_dot_product_attention; {wider}."),
-    (lambda e: e.operation in _REDUCTIONS,
-     "Reduce in FP32: {e.operation}(x.float()), or dtype=torch.float32 where it takes one; "
-     "{wider}."),
-    (lambda e: e.operation in _PRODUCTS,
-     "The products are too large for float16: normalize the layer's input or scale its weights "
-     'down, run it under torch.autocast("{device}", enabled=False) on x.float(), {wider}.'),
-    (lambda e: e.operation == "exp",
-     "In a softmax, subtract the largest argument first, or call torch.softmax. Otherwise: "
-     + _KEEP.format(what="exp")),
-    (lambda e: bool(e.aten), _KEEP.format(what="{e.operation}")),
-    (lambda e: True, _KEEP.format(what="it")),
-)
-# fmt: on
+def _of_operation(e: Explanation) -> str:
+    """An operation of the forward pass has results beyond float16."""
+    without_autocast = f'torch.autocast("{e.device.partition(":")[0]}", enabled=False)'
+    if e.aten.startswith(("aten.bmm", "aten.baddbmm")) and e.largest_result is not None:
+        return (
+            "These products fit if an operand is divided by "
+            f"{math.ceil(e.largest_result / e.limit)} or more. Attention scores: scale the query "
+            "before the product, q / d**0.5 @ k.mT, not the scores after it; or call "
+            f"F.scaled_dot_product_attention; {_WIDER}."
+        )
+    if e.operation in _REDUCTIONS:
+        return (
+            f"Reduce in FP32: {e.operation}(x.float()), or dtype=torch.float32 where it takes "
+            f"one; {_WIDER}."
+        )
+    if e.operation in _PRODUCTS:
+        return (
+            "The products are too large for float16: normalize the layer's input or scale its "
+            f"weights down, run it under {without_autocast} on x.float(), {_WIDER}."
+        )
+    keep = (
+        f"Keep {e.operation if e.aten else 'it'} in FP32: with {without_autocast}, on x.float(); "
+        f"for a function of yours, @amp.float_function at O1; {_WIDER}."
+    )
+    if e.operation == "exp":
+        return (
+            "In a softmax, subtract the largest argument first, or call torch.softmax. "
+            f"Otherwise: {keep}"
+        )
+    return keep

@@ -94,9 +94,9 @@ class OverflowWatch:
         tracker.__exit__(*error)
         explanation = tracker.explanation()
         if explanation is not None:
-            # A scale that is a tensor is amp's, if the model is, else a GradScaler's.
+            # The scaler is amp's, if the model is, else a GradScaler.
             adapts = not is_installed(tracker.model) or sessions.latest().is_dynamic
-            dynamic = tracker.scale_is_tensor and adapts
+            dynamic = tracker.scale_is_scalers and adapts
             explanation = dataclasses.replace(explanation, scale=tracker.scale, dynamic=dynamic)
         self.explanation = explanation
 

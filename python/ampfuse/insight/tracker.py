@@ -46,6 +46,12 @@ _PUBLIC_NAMES = {
     **{"to_copy": "to", "copy": "to", "addmm": "linear", "mm": "matmul", "bmm": "matmul"},
     **{"convolution": "conv", "native_layer_norm": "layer_norm"},
 }
+# Here losses are multiplied by a loss scale.
+_SCALERS = (
+    os.path.join(_TORCH, "amp", "grad_scaler.py"),
+    os.path.join(_TORCH, "distributed", "fsdp", "sharded_grad_scaler.py"),
+    os.path.join(_OURS, "amp", "scale_loss.py"),
+)
 _UNSEEN = "an operation that torch does not show"
 # They write without reading what was there.
 _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_"})
@@ -112,7 +118,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.model = _bare(model)
         self.scale: float = 1.0  # that the loss was multiplied by
-        self.scale_is_tensor = False
+        self.scale_is_scalers = False  # and not the program's own factor
         self._names = {id(module): name for name, module in self.model.named_modules()}
         self._stack: list[nn.Module] = []
         self._origins = Origins()
@@ -121,6 +127,8 @@ class Tracker(TorchDispatchMode):
         self._made_by: dict[int, nn.Module] = {}
         self._parameters: list[tuple[nn.Module, str, Tensor, int]] = []  # and their versions
         self._forward_of: dict[int, _CallSite] = {}  # by the sequence number of an autograd node
+        self._last_factor: tuple[int, float] | None = None  # of the latest operation, by that
+        self._graph_task = -1
         self._saw_backward = False
         self._has_ended = False
         self._at_exit = contextlib.ExitStack()
@@ -250,6 +258,8 @@ class Tracker(TorchDispatchMode):
         backward = not self._stack and torch._C._current_graph_task_id() != -1
         if self._has_ended or not (backward or self._stack or torch.is_grad_enabled()):
             return func(*args, **kwargs)
+        if backward and self._graph_task != torch._C._current_graph_task_id():
+            self._begin_backward()
         place = self._backward_place() if backward else self._forward_place(func)
         name = func._schema.name
         if func.is_view or "empty" in name or "resize" in name:
@@ -272,8 +282,10 @@ class Tracker(TorchDispatchMode):
             elif not writes:
                 self._origins.clear(tensor)
             self._made_by.pop(_address(tensor), None)
-        if name == "aten::mul" and not backward and not self._stack:
-            self._note_scale(*args[:2])
+        if not backward and not self._stack and _is_differentiable(func, args, out):
+            self._last_factor = None
+            if name == "aten::mul":
+                self._note_scale(*args[:2])
         return out
 
     def _as_before(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -298,22 +310,32 @@ class Tracker(TorchDispatchMode):
                 named[argument.name] = pytree.replace(named[argument.name], copy)
         return tuple(named.pop(name) for name in names[: len(args)]), named
 
-    def _note_scale(self, loss: Any, by: Any) -> None:
-        """The last factor of a loss before its backward pass is the loss scale."""
-        is_tensor = isinstance(by, Tensor)
-        differentiable = isinstance(loss, Tensor) and loss.requires_grad
-        if differentiable and not (is_tensor and (by.dim() > 0 or by.requires_grad)):
-            self.scale, self.scale_is_tensor = float(by), is_tensor
+    def _note_scale(self, loss: Tensor, by: Any) -> None:
+        """Note the scale of a scaler; of another number, that it may be one."""
+        if isinstance(by, Tensor) and (by.dim() > 0 or by.requires_grad):
+            return
+        if _is_in_scaler(sys._getframe(1)):
+            self.scale, self.scale_is_scalers = float(by), True
+        else:
+            self._last_factor = _sequence_number(), float(by)
+
+    def _begin_backward(self) -> None:
+        """At its first operation. A factor of the whole loss, above 1, is the program's scale."""
+        self._graph_task = torch._C._current_graph_task_id()
+        node: Any = torch._C._current_autograd_node()
+        if self._last_factor is not None and not self.scale_is_scalers and node is not None:
+            number, factor = self._last_factor
+            if number == node._sequence_nr() and 1 < factor < math.inf:
+                self.scale = factor
 
     def _forward_place(self, func: Any) -> _CallSite:
-        frame, function = callers()
+        frame, function = callers(sys._getframe(1))
         if function is None:
             name = func._schema.name.rpartition("::")[2].strip("_")
             function = _PUBLIC_NAMES.get(name, name)
         module = self._stack[-1] if self._stack else None
         place = self._place_of(module, function)._replace(frame=frame)
-        # An autograd node takes its number, the one before the next, before its operation runs.
-        self._forward_of.setdefault(torch.autograd._get_sequence_nr() - 1, place)
+        self._forward_of.setdefault(_sequence_number(), place)
         return place
 
     def _backward_place(self) -> _CallSite:
@@ -401,17 +423,38 @@ def _bare(model: nn.Module) -> nn.Module:
         model = model.module  # type: ignore[assignment]
 
 
-def callers() -> tuple[tuple[str, int] | None, str | None]:
-    """The user's line that is being run, and the function of torch's, written in Python, in it."""
-    frame, function = sys._getframe(2), None
+def callers(frame: Any) -> tuple[tuple[str, int] | None, str | None]:
+    """The user's line that runs `frame`, and the function of torch's, written in Python, in it."""
+    function = None
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_INTERNAL):
             return (file, frame.f_lineno), function
         if function is None and file in _FUNCTIONAL:
             function = frame.f_code.co_name.strip("_")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None, function
+
+
+def _is_differentiable(func: Any, args: Any, out: Any) -> bool:
+    """Return whether gradients go through `func`: not through ``item`` and ``ones_like``."""
+    if func._schema.name.endswith("_like") or not list(pytree.tensors(out)):
+        return False
+    return any(tensor.requires_grad for tensor in pytree.tensors(args))
+
+
+def _is_in_scaler(frame: Any) -> bool:
+    """Return whether `frame` is run by a loss scaler, and not by code of the user's."""
+    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+        if frame.f_code.co_filename in _SCALERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _sequence_number() -> int:
+    """That of the running operation's autograd node, which took it before the operation."""
+    return torch.autograd._get_sequence_nr() - 1
 
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -452,7 +495,7 @@ def _range(tensor: Tensor) -> tuple[float, float]:
 
 
 def _kind(tensor: Tensor) -> str | None:
-    """ "inf", "-inf" (and no inf) or "nan", if `tensor` holds one."""
+    """What `tensor` holds: "nan", else "inf", else "-inf"; None if all of it is finite."""
     if not _is_readable(tensor):
         return None
     low, high = _range(tensor)
