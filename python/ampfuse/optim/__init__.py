@@ -9,7 +9,8 @@ from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.larc import LARC
 from ampfuse.optim.last_step import LastStep
 from ampfuse.optim.masters import MasterParameter
-from ampfuse.optim.muon import Muon, muon_groups
+from ampfuse.optim.muon import Muon
+from ampfuse.optim.muon_groups import muon_groups
 from ampfuse.optim.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion, NovoGrad
 from ampfuse.optim.options import Options
 from ampfuse.optim.upgrade import upgrade
