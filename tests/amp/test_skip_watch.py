@@ -9,7 +9,7 @@ import torch
 
 from amp_training import Training
 from ampfuse import amp
-from ampfuse.optim.last_step import LOOK, SkipWatch
+from ampfuse.optim.last_step import READ_EVERY, SkipWatch
 from cases import history_of_norms
 
 LIMIT = 20
@@ -50,10 +50,10 @@ def test_a_second_streak_of_skipped_steps_raises_too(second):
     fields = {"history": history, "last_bad_row": torch.tensor(-1)}
     table = SimpleNamespace(inspector=SimpleNamespace(state_field=fields.get))
     for streak in (5, second):
-        for step in range(1, LOOK + 1):
+        for step in range(1, READ_EVERY + 1):
             history[0] += 1  # steps
-            history[3] = max(0, step - (LOOK - streak))  # skipped in a row
-            if step < LOOK:
+            history[3] = max(0, step - (READ_EVERY - streak))  # skipped in a row
+            if step < READ_EVERY:
                 watch.after_step(optimizer, table, False, ())
         with pytest.raises(RuntimeError, match=f"{streak} steps in a row"):
             watch.after_step(optimizer, table, False, ())

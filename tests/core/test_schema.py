@@ -7,7 +7,7 @@ import torch
 
 from ampfuse import optim
 from ampfuse._schema import ALGORITHMS, STORAGES
-from ampfuse.optim.state import Stored
+from ampfuse.optim.state import StateSpec
 from cases import OPTIMIZERS, make
 
 CLASSES = [
@@ -52,6 +52,6 @@ def test_states_stand_under_the_keys_of_the_schema(name, storage):
     assert set(keys) == state.keys() - set(algorithm.numbers)
     held = sum(state[key].numel() * state[key].itemsize for key in keys)
     assert held == len(states) * of.nbytes(param.numel())
-    for stored in Stored.of(algorithm, optimizer.param_groups[0]):
+    for stored in StateSpec.of(algorithm, optimizer.param_groups[0]):
         assert stored.storage_in(state) == of
         assert {key: state[key].shape for key in of.keys(stored.name)} == stored.shapes(param, of)

@@ -163,7 +163,8 @@ class AmpOptimizer(ScaledGradients):
         by_scaler = "found_inf" in self.__dict__
         is_watched = self.may_have_skipped and (self.skip_spikes is not None or not by_scaler)
         if is_watched and self._rehearsal is None:
-            logs = REASONS[by_scaler or self._scales_dynamically :]
+            expects_overflows = by_scaler or self._scales_dynamically
+            logs = ("spike",) if expects_overflows else REASONS
             self._skip_watch.after_step(self, self._rows.existing_table(), skipped, logs)
 
     # --- state dicts and copies: see checkpoints.py ---------------------------------------------

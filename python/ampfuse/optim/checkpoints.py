@@ -28,7 +28,7 @@ from ampfuse.optim.masters import (
 from ampfuse.optim.options import COUNT, check
 from ampfuse.optim.param_groups import parameters, with_groups
 from ampfuse.optim.sharding import is_sharded, on_shards
-from ampfuse.optim.state import FP32, Stored
+from ampfuse.optim.state import FP32, StateSpec
 from ampfuse.torch_utils import HALF_DTYPES
 
 # The key of the step history. torch.distributed.checkpoint only saves states and groups, and finds
@@ -73,7 +73,7 @@ def _decode(
     """Convert master and states to float32; `with_blocks_only`: states that have scales."""
     with_whole_master(state, param)
     with on_shards(state, param) as shards:
-        for stored in Stored.of(algorithm):
+        for stored in StateSpec.of(algorithm):
             storage = stored.storage_in(shards)
             if storage not in (None, FP32) and (storage.block or not with_blocks_only):
                 stored.put(shards, stored.values(shards), FP32)
@@ -214,8 +214,9 @@ def _check_state(
         _check_is_own(optimizer, algorithm, state, name)
         for key in state.keys() & {*algorithm.numbers}:
             check(f"{key} for {name}", state[key], COUNT)
-        needed += algorithm.numbers * algorithm.uses_count
-        for stored in Stored.of(algorithm, group):
+        if algorithm.uses_count:
+            needed += algorithm.numbers
+        for stored in StateSpec.of(algorithm, group):
             storage = stored.storage_in(state)
             shapes |= stored.shapes(param, storage or FP32)
             if storage is not None or not algorithm.starts_at_gradient:
@@ -233,7 +234,7 @@ def _check_state(
 
 
 def _keys_of(algorithm: Algorithm) -> set[str]:
-    return {*algorithm.numbers, *(key for each in Stored.of(algorithm) for key in each.keys)}
+    return {*algorithm.numbers, *(key for each in StateSpec.of(algorithm) for key in each.keys)}
 
 
 def _check_is_own(optimizer: Any, algorithm: Algorithm, state: dict[str, Any], name: str) -> None:

@@ -1,4 +1,4 @@
-"""Masters, and gradients between backward and step: scaled, unscaled, delayed.
+"""Gives masters their gradients between backward pass and step: scaled, unscaled or delayed.
 
 The extension's ``GradientLedger`` keeps the gradients; csrc/torch/gradient_ledger.h lists their
 states.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ampfuse.optim")
 
 # The history on a device is read every so many steps.
-LOOK = 20
+READ_EVERY = 20
 # The reasons for which a step is skipped, as `LastStep.skipped` numbers them from 1.
 REASONS = ("nonfinite", "spike")
 
@@ -95,7 +95,7 @@ class SkipWatch:
 
     def __init__(self, history: Tensor | None = None) -> None:
         self._steps = 0
-        self._look: Sample | None = None  # on its way
+        self._pending: Sample | None = None
         numbers = [0.0] * len(StepHistory._fields) if history is None else history.tolist()
         self._seen = StepHistory(*numbers)
 
@@ -107,56 +107,75 @@ class SkipWatch:
             logs: the reasons of steps to log. Dynamic loss scaling is expected to skip some.
         """
         self._steps += 1
-        if not (skipped or self._look is not None or self._steps % LOOK == 0):
+        if not (skipped or self._pending is not None or self._steps % READ_EVERY == 0):
             return
+        if (arrived := self._arrived_history(table)) is None:
+            return
+        history, row_name = arrived
+        seen, self._seen = self._seen, history
+        _log_new_skips(seen, history, optimizer, row_name, logs)
+        _check_streak(seen, history, optimizer.max_skipped_steps, row_name)
+
+    def _arrived_history(self, table: ParamTable) -> tuple[StepHistory, str] | None:
+        """The history and the name of the last bad row, or None while they are on their way."""
         fields = [table.inspector.state_field(name) for name in ("history", "last_bad_row")]
         if is_captured(fields[0]):
-            return
-        look = self._look = self._look or Sample(*fields)
-        if not look.has_arrived():
-            return
-        self._look = None
-        numbers, row = look.tensors()
-        seen, history = self._seen, StepHistory(*numbers.tolist())
-        self._seen = history
-        where = table.name(int(row)) if 0 <= row < len(table) else "another process"
-        before, now = (int(sum(getattr(of, name) for name in logs)) for of in (seen, history))
-        if now.bit_length() > before.bit_length():
-            reason = _reason(history, optimizer, where, logs)
-            _log.warning("%s %d of %d steps so far.", reason, now, history.steps)
-        limit = optimizer.max_skipped_steps
-        # How many of this streak the previous look saw: none if a step was applied since.
-        goes_on = history.in_a_row - seen.in_a_row == history.steps - seen.steps
-        earlier = seen.in_a_row if goes_on else 0
-        if limit is not None and history.in_a_row // limit > earlier // limit:
-            raise RuntimeError(_too_many(history, where))
+            return None
+        sample = self._pending = self._pending or Sample(*fields)
+        if not sample.has_arrived():
+            return None
+        self._pending = None
+        numbers, row = sample.tensors()
+        name = table.name(int(row)) if 0 <= row < len(table) else "another process"
+        return StepHistory(*numbers.tolist()), name
 
 
-def _reason(history: StepHistory, optimizer: Any, where: str, logs: Any) -> str:
-    step = f"Step {history.last_skipped:.0f} was skipped:"
+def _log_new_skips(
+    seen: StepHistory, history: StepHistory, optimizer: Any, row_name: str, logs: Any
+) -> None:
+    """Log if the number of steps that were skipped for `logs` has reached a power of two."""
+    before, now = (int(sum(getattr(each, name) for name in logs)) for each in (seen, history))
+    if now.bit_length() == before.bit_length():
+        return
+    step = f"{history.last_skipped:.0f} was skipped:"
     reason = REASONS[int(history.last_reason) - 1]
-    if reason not in logs:  # it is not to be logged, and came after a spike in the same look
-        reason, step = "spike", f"A step before step {history.last_skipped:.0f} was skipped:"
+    if reason in logs:
+        step = f"Step {step}"
+    else:  # a skip that is not logged followed the spike before the history was read
+        reason, step = "spike", f"A step before step {step}"
     if reason == "nonfinite":
-        return (
-            f"{step} the gradient of {where} was not finite. amp.explain_overflow finds the "
+        text = (
+            f"the gradient of {row_name} was not finite. amp.explain_overflow finds the "
             "operation where it originated; skip_nonfinite=False applies such steps."
         )
-    return (
-        f"{step} its gradient norm, {history.last_spike:.4g}, is a spike, more than "
-        f"{optimizer.skip_spikes} deviations above {math.exp(history.log_mean):.4g} on the "
-        "logarithmic scale."
-    )
+    else:
+        text = (
+            f"its gradient norm, {history.last_spike:.4g}, is a spike, more than "
+            f"{optimizer.skip_spikes} deviations above {math.exp(history.log_mean):.4g} on the "
+            "logarithmic scale."
+        )
+    _log.warning("%s %s %d of %d steps so far.", step, text, now, history.steps)
 
 
-def _too_many(history: StepHistory, where: str) -> str:
+def _check_streak(
+    seen: StepHistory, history: StepHistory, limit: int | None, row_name: str
+) -> None:
+    """Raise RuntimeError if a multiple of `limit` steps in a row were skipped since `seen`."""
+    # How many of this streak were seen: none if a step was applied since.
+    goes_on = history.in_a_row - seen.in_a_row == history.steps - seen.steps
+    earlier = seen.in_a_row if goes_on else 0
+    if limit is not None and history.in_a_row // limit > earlier // limit:
+        raise RuntimeError(_too_many(history, row_name))
+
+
+def _too_many(history: StepHistory, row_name: str) -> str:
     many = f"{history.in_a_row:.0f} steps in a row were skipped"
     same = "The parameters are those of the last applied step."
     if history.last_reason == 1:
         return (
-            f"{many}: every backward pass left inf or NaN in a gradient; the last was in {where}. "
-            "No loss scale helps. Check the loss (is it finite without amp?), the learning rate "
-            f"and the data. {same}"
+            f"{many}: every backward pass left inf or NaN in a gradient; the last was in "
+            f"{row_name}. No loss scale helps. Check the loss (is it finite without amp?), the "
+            f"learning rate and the data. {same}"
         )
     return (
         f"{many}: the last gradient norm, {history.last_spike:.4g}, is far above the mean, "

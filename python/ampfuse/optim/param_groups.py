@@ -138,6 +138,11 @@ class _Sent(NamedTuple):
     lr: Tensor | None = None
     hyper: Mapping[str, Any] | None = None
 
+    def is_of(self, rows: tuple[int, int], size: int, values: Sequence[Any]) -> bool:
+        """Whether the group is as it was sent."""
+        is_same = self.rows == rows and self.size == size and not self.may_change
+        return is_same and all(map(is_, values, self.values))
+
 
 class Hypers(Component):
     """Sends hyper-parameters of an optimizer's groups to the table, when they change."""
@@ -160,24 +165,27 @@ class Hypers(Component):
         end = 0
         for i, group in enumerate(optimizer.param_groups):
             begin, end = end, end + len(group["params"])
-            rows = begin, end
-            algorithm = optimizer.algorithm_in(group)
-            values = list(map(group.get, algorithm.keys))
+            values = list(map(group.get, optimizer.algorithm_in(group).keys))
             sent = self._sent[i] if i < len(self._sent) else _Sent()
-            is_sent = sent.rows == rows and not sent.may_change and sent.size == len(group)
-            if is_sent and all(map(is_, values, sent.values)):
-                if sent.lr is not None:
-                    check_tensor_rate(sent.lr)
-                continue
-            may_change = optimizer._has_options(group)
-            check_hyper(algorithm, group)
-            optimizer._states.follow_group(i, group)
-            lr, hyper = self.of(group)
-            if sent.rows != rows or sent.lr is not lr or sent.hyper != hyper:
-                on_device = optimizer._on_device
-                table.set_hyper(begin, end, lr, hyper, on_device[i] if on_device else {})
-            may_change |= any(value is not lr and not _is_constant(value) for value in values)
-            self._sent[i : i + 1] = [_Sent(rows, len(group), values, may_change, lr, hyper)]
+            if not sent.is_of((begin, end), len(group), values):
+                self._sent[i : i + 1] = [self._resend(table, i, (begin, end), values, sent)]
+            elif sent.lr is not None:
+                check_tensor_rate(sent.lr)
+
+    def _resend(
+        self, table: ParamTable, i: int, rows: tuple[int, int], values: list[Any], sent: _Sent
+    ) -> _Sent:
+        """Give the table the values of group `i`, if they differ from those `sent` before."""
+        optimizer = self.optimizer
+        group, on_device = optimizer.param_groups[i], optimizer._on_device
+        may_change = optimizer._has_options(group)
+        check_hyper(optimizer.algorithm_in(group), group)
+        optimizer._states.follow_group(i, group)
+        lr, hyper = self.of(group)
+        if sent.rows != rows or sent.lr is not lr or sent.hyper != hyper:
+            table.set_hyper(*rows, lr, hyper, on_device[i] if on_device else {})
+        may_change |= any(value is not lr and not _is_constant(value) for value in values)
+        return _Sent(rows, len(group), values, may_change, lr, hyper)
 
     def of(self, group: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
         """The learning rate, if the kernel reads it from a tensor on the device, and the others.

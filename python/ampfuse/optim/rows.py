@@ -206,21 +206,21 @@ class Rows(Component):
 
     def _add_row(self, table: ParamTable, row: int, param: Tensor, name: str) -> None:
         optimizer = self.optimizer
-        more: dict[str, Any] = {"algorithm": self.algorithm_of(row).name}
-        whole = is_sharded(param)
-        if whole:
-            more |= {"whole": param, "origin": origin(param)}
+        options: dict[str, Any] = {"algorithm": self.algorithm_of(row).name}
+        sharded = is_sharded(param)
+        if sharded:
+            options |= {"whole": param, "origin": origin(param)}
         shard, under_amp = local(param), optimizer._under_amp
         if isinstance(param, MasterParameter):
             param.set_owner(optimizer)
             self.masters[param.model_param] = param
-            table.add_row(param, param.model_param, name, param.model_version, **more)
+            table.add_row(param, param.model_param, name, param.model_version, **options)
         elif self.is_split(param):
             if under_amp:
                 unscale_on_access(param, optimizer)
-            table.add_row(local(self.remainder(param)), shard, name, **more)
-        elif self.has_master(param) and (whole or not under_amp):
-            if whole and optimizer._algorithm == "none":
+            table.add_row(local(self.remainder(param)), shard, name, **options)
+        elif self.has_master(param) and (sharded or not under_amp):
+            if sharded and optimizer._algorithm == "none":
                 raise TypeError(
                     f"{name} is a DTensor in {param.dtype}, and {type(optimizer).__name__} is not "
                     "fused: its step cannot use masters of shards. Use an optimizer of "
@@ -230,12 +230,12 @@ class Rows(Component):
             version = state.pop("_model_version", shard._version)
             if "master_param" not in state:
                 state["master_param"] = exact_float32(param)
-            table.add_row(local(state["master_param"]), shard, name, version, **more)
+            table.add_row(local(state["master_param"]), shard, name, version, **options)
         else:
             if not under_amp:  # no row uses a master that was loaded
                 for key in MASTERS & optimizer.state.get(param, {}).keys():
                     del optimizer.state[param][key]
-            table.add_row(shard, None, name, 0, optimizer.rounding == "stochastic", **more)
+            table.add_row(shard, None, name, 0, optimizer.rounding == "stochastic", **options)
 
     def remainder(self, param: Tensor) -> Tensor:
         """The remainder of the split master of `param`; of a new one it is 0."""

@@ -32,7 +32,7 @@ def storage_for(wanted: str, param: Tensor) -> Storage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StateSpec:
     """A state of an algorithm, by its place in the kernel's order, in any storage type.
 
     It is one tensor under its name. Quantized it is two: uint8 of the parameter's shape under the
@@ -45,7 +45,7 @@ class Stored:
     name: str
 
     @classmethod
-    def of(cls, algorithm: Algorithm, group: dict[str, Any] | None = None) -> tuple[Stored, ...]:
+    def of(cls, algorithm: Algorithm, group: dict[str, Any] | None = None) -> tuple[StateSpec, ...]:
         """The states of `algorithm`, or those that a parameter of `group` has."""
         names = algorithm.states if group is None else algorithm.states_in(group)
         return tuple(cls(algorithm.name, place, name) for place, name in enumerate(names))
@@ -282,7 +282,7 @@ class States(Component):
         filler = self.algorithm.filled_with
         fill = float(self.optimizer.defaults[filler]) if filler else 0.0
         states = []
-        for stored in Stored.of(self.optimizer.algorithm_in(group), group):
+        for stored in StateSpec.of(self.optimizer.algorithm_in(group), group):
             held = [value for key in stored.keys if (value := state.get(key)) is not None]
             if held and held[0].shape != param.shape:
                 raise ValueError(
@@ -361,9 +361,9 @@ class States(Component):
         return 0 if starts else state.get("step", int(has_start))
 
     @property
-    def _start(self) -> Stored:
+    def _start(self) -> StateSpec:
         """The state whose first value is the first gradient."""
-        return Stored.of(self.algorithm)[-1]
+        return StateSpec.of(self.algorithm)[-1]
 
     def discard_uninitialized(self) -> None:
         """Write None for states whose first step was skipped, as torch has them."""
