@@ -41,7 +41,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"{hardware.cpu_model()}, {threads} thread{'s' * (threads != 1)}"
+    return f"{hardware.cpu_model()}, {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 def built_for() -> str:
@@ -98,14 +98,16 @@ def device_problem(device: torch.device) -> str | None:
     gpu = "sm_{}{}".format(*capability)
     of_torch, archs = torch.cuda.get_arch_list(), _core.C.cuda_archs()
     if of_torch and not covering_arch(of_torch, capability):
-        if capability < (7, 5):
-            return (
-                "use a GPU of Turing (sm_75) or later; on Kaggle, choose T4 x2: no current torch "
-                f"has kernels for this GPU ({gpu})"
-            )
+        missing = f"torch {torch.__version__} has no kernels for this GPU ({gpu})"
+        if capability >= (7, 5):
+            return f"{missing}: install the newest torch that ampfuse supports"
+        newer = "use a GPU of Turing (sm_75) or later; on Kaggle, choose T4 x2"
+        if capability < (6, 0):
+            return f"{missing}: {newer}"
+        # PyTorch's RFC 190385: CUDA 13 knows no GPU before Turing, and 2.15 has no other builds.
         return (
-            f"torch {torch.__version__} has no kernels for this GPU ({gpu}): install the newest "
-            "torch that ampfuse supports"
+            f"{missing}: {newer}; or install torch 2.11 to 2.14 for CUDA 12.6, which has them "
+            "(https://download.pytorch.org/whl/cu126), and compile ampfuse with CUDA 12"
         )
     if not covering_arch(archs, capability):
         return (

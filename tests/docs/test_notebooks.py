@@ -180,7 +180,7 @@ class TestFirstCell:
 
         machine.setattr(torch.cuda, "get_device_name", lambda: "Tesla P100-PCIE-16GB")
         machine.setattr(torch, "ones", ones)
-        with pytest.raises(RuntimeError, match=r"^choose T4 x2: no current torch has kernels for"):
+        with pytest.raises(RuntimeError, match=r"^choose T4 x2: this torch has no kernels for"):
             self.run_cell()
         assert not self.commands
         assert capsys.readouterr().out == "torch 2.11.0+cu128, Tesla P100-PCIE-16GB\n"
