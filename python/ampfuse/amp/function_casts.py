@@ -96,9 +96,12 @@ class Replacements:
 
     def replace(self, owner: Any, name: str, ours: Any) -> None:
         """Set ``owner.name`` to `ours`."""
-        there = vars(owner).get(name, _INHERITED)
-        _, original, former = self._pairs.get((id(owner), name), (owner, there, there))
-        self._pairs[id(owner), name] = owner, (original if there is former else there), ours
+        original = vars(owner).get(name, _INHERITED)
+        if (id(owner), name) in self._pairs:
+            _, earlier_original, earlier_ours = self._pairs[id(owner), name]
+            if original is earlier_ours:
+                original = earlier_original
+        self._pairs[id(owner), name] = owner, original, ours
         setattr(owner, name, ours)
 
     def put_back(self) -> None:

@@ -187,10 +187,8 @@ def set_up(
     _check_half_parameters(model_list, policy, allow_half)
     if len(set(map(id, optimizer_list))) < len(optimizer_list):
         raise RuntimeError("The same optimizer is listed twice.")
-    masters = [policy.master_weights or False] * len(optimizer_list)
-    for i, stepper in enumerate(with_wrapped(optimizer)[-1] for optimizer in optimizer_list):
-        if own_masters and policy.model_is_low_precision and isinstance(stepper, FusedOptimizer):
-            masters[i] = stepper.master_weights or masters[i]
+    keep_own = own_masters and policy.model_is_low_precision
+    masters = [_masters_of(optimizer, policy, keep_own) for optimizer in optimizer_list]
     for optimizer, kind in zip(optimizer_list, masters, strict=True):
         check_upgrade(optimizer, kind)
         _check_optimizer(optimizer, policy, names)
@@ -206,32 +204,12 @@ def set_up(
     if any(masters) and not _trains_with_others():
         exact = _float32_values(optimizer_list, policy)
     for model in model_list:
-        if policy.fuse:
-            report = fuse(model)
-            if verbosity >= 1:
-                _log.info("%s", report.summary)
-        if policy.weights_type is not None:
-            keep = bool(policy.keep_batchnorm_fp32)
-            cast_model(eager_module(model), policy.weights_type, keep_batchnorm_fp32=keep)
-            save_in_float32(eager_module(model))
-        install(model, Casts.of(policy))
+        _set_up_model(model, policy, verbosity)
     for optimizer, kind in zip(optimizer_list, masters, strict=True):
-        before = list(parameters(optimizer))
-        # A checkpoint loaded before this call brought masters, which the weights only round.
-        for inner in with_wrapped(optimizer):
-            state = getattr(inner, "state", {})
-            for parameter in before:
-                if MASTERS & state.get(parameter, {}).keys():
-                    exact.pop(id(parameter), None)
-        upgrade(optimizer, master_weights=kind, names=names)
+        _upgrade(optimizer, kind, names, exact)
         optimizer.skip_on_overflow = policy.is_dynamic
         optimizer.skip_by_default = policy.opt_level in ("O4", "O5")
         optimizer._amp_session = session
-        # A master starts from the weight as it was before the cast, which the half weight rounds.
-        for original, master in zip(before, parameters(optimizer), strict=True):
-            if kind and id(original) in exact and original.dtype in HALF_DTYPES:
-                state = optimizer.state[master] if is_sharded(master) else {}
-                optimizer.restore_master(master, state, exact[id(original)])
     no_sync.watch()
     session.casts_cpu = any(p.is_cpu for _, p in _named_parameters(model_list))
     if session.casts_cpu:
@@ -245,6 +223,47 @@ def set_up(
 def check_num_losses(count: Any) -> None:
     if not (isinstance(count, int) and count >= 1):
         raise ValueError(f"num_losses must be an integer of at least 1, not {count!r}.")
+
+
+def _masters_of(optimizer: Any, policy: Policy, keep_own: bool) -> bool | Literal["split"]:
+    """The kind of masters that it gets: that of the level, or with `keep_own` the one it has."""
+    stepper = with_wrapped(optimizer)[-1]
+    if keep_own and isinstance(stepper, FusedOptimizer) and stepper.master_weights:
+        return stepper.master_weights
+    return policy.master_weights or False
+
+
+def _set_up_model(model: nn.Module, policy: Policy, verbosity: int) -> None:
+    if policy.fuse:
+        report = fuse(model)
+        if verbosity >= 1:
+            _log.info("%s", report.summary)
+    if policy.weights_type is not None:
+        keep = bool(policy.keep_batchnorm_fp32)
+        cast_model(eager_module(model), policy.weights_type, keep_batchnorm_fp32=keep)
+        save_in_float32(eager_module(model))
+    install(model, Casts.of(policy))
+
+
+def _upgrade(
+    optimizer: Any,
+    masters: bool | Literal["split"],
+    names: dict[int, str],
+    exact: dict[int, Tensor],
+) -> None:
+    """Upgrade `optimizer`. Its masters start from `exact`, the weights as they were before the
+    cast, unless a checkpoint that was loaded before brought some."""
+    before = list(parameters(optimizer))
+    for inner in with_wrapped(optimizer):
+        state = getattr(inner, "state", {})
+        for parameter in before:
+            if MASTERS & state.get(parameter, {}).keys():
+                exact.pop(id(parameter), None)
+    upgrade(optimizer, master_weights=masters, names=names)
+    for original, master in zip(before, parameters(optimizer), strict=True):
+        if masters and id(original) in exact and original.dtype in HALF_DTYPES:
+            state = optimizer.state[master] if is_sharded(master) else {}
+            optimizer.restore_master(master, state, exact[id(original)])
 
 
 def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
