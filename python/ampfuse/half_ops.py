@@ -66,4 +66,5 @@ def _set(new_choice: bool | None, kernels: bool, rules: bool) -> None:
     _C.set_half_ops(kernels)
     _C.set_autocast_rules(rules)
     # The key of torch.compile's cache on disk does not contain the rules that chose the types.
-    compiler.cache_key_tag = compiler.cache_key_tag.replace(_TAG, "") + _TAG * rules
+    tag = compiler.cache_key_tag.replace(_TAG, "")
+    compiler.cache_key_tag = tag + _TAG if rules else tag

@@ -103,12 +103,14 @@ class ProcessMemory:
 
 @dataclasses.dataclass
 class TensorPeak:
+    """The peak of a block of :func:`tensor_memory`, in MiB; NaN until the block ends."""
+
     mib: float = math.nan
 
 
 @contextlib.contextmanager
 def tensor_memory(device: torch.device) -> Iterator[TensorPeak]:
-    """Context that measures the peak memory of the tensors of its body, and returns it at its end.
+    """Context that measures the peak memory of the tensors of its body.
 
     The GPU's allocator keeps that number at no cost. On the CPU torch's profiler records every
     allocation, which takes time: measure time elsewhere.

@@ -146,7 +146,7 @@ def advise(
     _check(model, optimizer, levels, seconds=seconds, steps=steps)
     task = _Task(eager_module(model), optimizer, loss_function)
     with _untouched(task):
-        task.take(batch)
+        task.set_batches(batch)
         others = [level for level in levels if level != "O0"]
         run = functools.partial(task.run, seconds=seconds / (1 + len(others) + _SEEDS))
         reference = run("O0", steps)
@@ -188,7 +188,7 @@ class _Task:
         self.model, self._optimizer, self._loss_function = model, optimizer, loss_function
         self.device = next(model.parameters()).device
 
-    def take(self, batch: Any) -> None:
+    def set_batches(self, batch: Any) -> None:
         """Train on a batch, or on the first ones of a loader, whose random numbers stay."""
         self.batches = [batch]
         if isinstance(batch, (torch.utils.data.DataLoader, Iterator)):
@@ -334,8 +334,9 @@ def _judged(row: Row, reference: Row, seeded: Sequence[Row], batches: int) -> Ro
     curves = [each.losses[:steps] for each in (reference, *seeded)]
     spread = max(distance(a, b, batches) for a, b in itertools.combinations(curves, 2))
     means = _means(curves[0], batches, steps)
-    way, loss = max(means) - min(means), max(map(abs, means))
-    allowed = max(spread, _NEGLIGIBLE * way, _ROUNDING * loss)
+    loss_range = max(means) - min(means)
+    largest_loss = max(map(abs, means))
+    allowed = max(spread, _NEGLIGIBLE * loss_range, _ROUNDING * largest_loss)
     deviation = distance(row.losses, reference.losses, batches)
     blocker = _blocker_of(row, deviation, allowed)
     speedup = reference.median / row.median
@@ -348,7 +349,7 @@ def _blocker_of(row: Row, deviation: float, allowed: float) -> str | None:
     if row.skipped > _MAX_SKIPPED * len(row.losses):
         return f"overflows: {row.skipped} of {len(row.losses)} steps skipped"
     if row.stale:
-        more = f" and {len(row.stale) - 1} more" * (len(row.stale) > 1)
+        more = f" and {len(row.stale) - 1} more" if len(row.stale) > 1 else ""
         return f"updates are lost to rounding in {row.stale[0]}{more}"
     return "the loss deviates from FP32's" if deviation > allowed else None
 
@@ -382,11 +383,11 @@ def _recommend(rows: Sequence[Row]) -> tuple[str, str]:
     """The level, and the reason for it."""
     good = [row for row in rows if row.blocker is None and row.level != "O0"]
     fastest = min(good, key=lambda row: row.median, default=None)
-    worth = max(_EQUAL, fastest.speedup if fastest else 0)
+    speed_to_beat = max(_EQUAL, fastest.speedup if fastest else 0)
     rejected = [
         f" {row.level} is {row.speedup:.2f}x as fast, but: {row.blocker}."
         for row in rows
-        if row.blocker and row.speedup > worth
+        if row.blocker and row.speedup > speed_to_beat
     ]
     if fastest is None:
         level, why = "O0", "every other level failed a check, or none was tried."

@@ -55,7 +55,8 @@ class SyncRecorder(TorchDispatchMode):
             is_sync = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         elif name in ("_to_copy", "copy_"):
             blocks = not (kwargs or {}).get("non_blocking") and True not in args[2:]
-            is_sync = args[name == "copy_"].is_cuda and not result.is_cuda and blocks
+            source = args[1] if name == "copy_" else args[0]
+            is_sync = source.is_cuda and not result.is_cuda and blocks
         elif is_sync:
             is_sync = args[0].is_cuda if self.on_gpu else not self.in_step
         if is_sync:
@@ -125,7 +126,7 @@ class Watch:
             )
         if self.profiler is None:
             needed = self.warmup + 2 * self.steps + 1  # the first profiled one is left out
-            seen = f"{self.seen} optimizer step{'s' * (self.seen > 1)}"
+            seen = "1 optimizer step" if self.seen == 1 else f"{self.seen} optimizer steps"
             return f"the training ended after {seen}; {needed} are needed: reduce warmup and steps"
         return None
 

@@ -119,8 +119,9 @@ class MemoryReport:
         lines = [["", "memory", "bytes a parameter"]]
         for kind, count in {**self.held, "total": self.total}.items():
             if count:
-                cells = size(count), f"{count / self.parameters:.2f}"
-                lines.append([kind, *("~" * (kind in self.expected) + cell for cell in cells)])
+                about = "~" if kind in self.expected else ""
+                per_parameter = f"{count / self.parameters:.2f}"
+                lines.append([kind, about + size(count), about + per_parameter])
         if self.budget is not None:
             fits = "yes" if self.total <= self.budget else "no"
             lines.append([f"fits {size(self.budget)}", fits, ""])
@@ -164,11 +165,14 @@ def held_bytes(
     for tensor in (*model.parameters(), *model.buffers()):
         elements, nbytes = tensor.numel(), tensor.nbytes
         held["weights"] += nbytes
-        held["gradients"] += nbytes * tensor.requires_grad
-        if tensor in states and tensor.requires_grad:
-            is_half = tensor.itemsize == 2
-            held["masters"] += elements * _MASTER[options["master_weights"]] * is_half
-            held["average"] += elements * _AVERAGE * bool(options.get("ema_decay"))
+        if not tensor.requires_grad:
+            continue
+        held["gradients"] += nbytes
+        if tensor in states:
+            if tensor.itemsize == 2:
+                held["masters"] += elements * _MASTER[options["master_weights"]]
+            if options.get("ema_decay"):
+                held["average"] += elements * _AVERAGE
             if storage in STORAGES:  # otherwise a state has the parameter's type
                 nbytes = storage_for(storage, tensor).nbytes(elements)
             held["states"] += states[tensor] * nbytes
@@ -189,8 +193,9 @@ def _measured(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     held, seen = dict.fromkeys(KINDS, 0), set()
     for kind, tensors in by_kind:
         for storage in _storages(tensors):
-            held[kind] += storage.nbytes() * (storage._cdata not in seen)
-            seen.add(storage._cdata)
+            if storage._cdata not in seen:
+                held[kind] += storage.nbytes()
+                seen.add(storage._cdata)
     return held
 
 

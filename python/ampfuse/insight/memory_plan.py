@@ -40,7 +40,7 @@ from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.muon import step_bytes
 from ampfuse.torch_utils import HALF_DTYPES, eager_module
 
-_FP32_LEVEL = {"O2": "O1", "O3": "O1", "O5": "O4"}
+_AUTOCAST_LEVEL = {"O2": "O1", "O3": "O1", "O5": "O4"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def plan(
         model, batch, loss_function, device, _maker_of(optimizer), fuse, compiled, accumulate
     )
     held = {}
-    levels = ["O0", _FP32_LEVEL.get(opt_level), opt_level]
+    levels = ["O0", _AUTOCAST_LEVEL.get(opt_level), opt_level]
     for level in dict.fromkeys(level for level in levels if level):
         held[level] = training.held(level, {}, ())
     latest = opt_level  # the row that the next change extends
@@ -148,7 +148,8 @@ def plan(
             held[latest] = row
     elements = sum(parameter.numel() for parameter in model.parameters())
     heading = f"{training.optimizer_name}, {elements:,} parameters, on {device}"
-    heading += ", compiled" * compiled
+    if compiled:
+        heading += ", compiled"
     asked = list(held).index(opt_level)
     return Plan(heading, elements, limit, held, asked, list(training.notes))
 
