@@ -15,8 +15,8 @@ WITHOUT_KERNELS = {
     "ROCm": ({"hip": "7.2.0"}, ".* not for ROCm 7.2.0: train on the CPU, or under torch.amp alone"),
     "P100": (
         {"capability": (6, 0)},
-        "torch .* has no kernels for this GPU .sm_60.: use .*choose T4 x2; or install torch 2.11 to "
-        "2.14 for CUDA 12.6.*, and compile ampfuse with CUDA 12",
+        "torch .* has no kernels for this GPU .sm_60.: use .*choose T4 x2; or install torch "
+        "2.11 to 2.14 for CUDA 12.6.*, and compile ampfuse with CUDA 12",
     ),
     "M40": ({"capability": (5, 2)}, "torch .*has no kernels .* .sm_52.: use .*, choose T4 x2"),
     "too new for torch": (

@@ -399,10 +399,10 @@ def _check_unknown_parameters(
     shapes = [[p.shape for p in listed] for listed in own if stepped.isdisjoint(map(id, listed))]
     for optimizer, params in zip(optimizers, held, strict=True):
         unknown = [param for param in params if id(param) not in names]
-        is_other = len(unknown) == len(params) > 0 and (
-            is_none_trained or [p.shape for p in parameters(optimizer)] in shapes
-        )
-        if is_other or _some_is_forgotten(unknown):
+        is_all_unknown = len(unknown) == len(params) > 0
+        is_like_a_model = [p.shape for p in parameters(optimizer)] in shapes
+        is_of_a_copy = is_all_unknown and (is_none_trained or is_like_a_model)
+        if is_of_a_copy or _some_is_forgotten(unknown):
             message = (
                 f"{type(optimizer).__name__} has {len(unknown)} parameter(s) of no model passed "
                 f"to amp.initialize, and {names[id(left_out[0])]!r} ({len(left_out)} such in all) "

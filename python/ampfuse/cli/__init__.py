@@ -37,13 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="ampfuse", description="Mixed-precision training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"ampfuse {ampfuse.__version__}")
     parsers = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, (module, what) in COMMANDS.items():
-        own = parsers.add_parser(
-            name, help=what, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        if argv[:1] == [name]:
-            command, command_parser = importlib.import_module(module), own
-            own.description = command.__doc__
-            command.add_arguments(own)
-    args = parser.parse_args(argv)
+    for name, (_, what) in COMMANDS.items():
+        parsers.add_parser(name, help=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if argv[:1] and argv[0] in COMMANDS:
+        command = importlib.import_module(COMMANDS[argv[0]][0])
+        command_parser = parsers.choices[argv[0]]
+        command_parser.description = command.__doc__
+        command.add_arguments(command_parser)
+    args = parser.parse_args(argv)  # ends here for --help, --version and an unknown command
     return status_of(lambda: command.run(command_parser, args), command_parser.prog)

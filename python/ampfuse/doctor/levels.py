@@ -92,14 +92,14 @@ class Advice:
     device: str
 
     def __str__(self) -> str:
-        lines = [("level", "steps", "ms/step", "speed", "deviation", "allowed", "skipped", "")]
+        lines = [["level", "steps", "ms/step", "speed", "deviation", "allowed", "skipped", ""]]
         for row in self.rows:
-            cells = (
-                *(str(len(row.losses)), figures(row.median, 3), f"{row.speedup:.2f}x"),
-                *(figures(row.deviation, 2), figures(row.allowed, 2), str(row.skipped)),
-            )
+            cells = [""] * 6
+            if row.losses:
+                cells = [str(len(row.losses)), figures(row.median, 3), f"{row.speedup:.2f}x"]
+                cells += [figures(row.deviation, 2), figures(row.allowed, 2), str(row.skipped)]
             remark = "<- recommended" if row.level == self.level else row.blocker or ""
-            lines.append((row.level, *(cells if row.losses else [""] * 6), remark))
+            lines.append([row.level, *cells, remark])
         table = "\n".join(aligned(lines, left=(0, 7)))
         return f"On {self.device}:\n{table}\n\nTrain at {self.level}: {self.reason}"
 

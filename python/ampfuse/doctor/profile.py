@@ -67,8 +67,12 @@ _ENCLOSING = frozenset({"data", "optimizer", "communication"})
 _MATRIX_KERNEL = re.compile(r"gemm|cutlass|conv|wgrad|dgrad|fprop|xmma|attention|flash|nvjet", re.I)
 _TENSOR_CORES = re.compile(r"tf32|1688|16816|884|hmma|wgmma|tensorop|xmma|flash|nvjet|sm90", re.I)
 _PRECISIONS = {
-    **{"double": "FP64", "float": "FP32", "c10::Half": "FP16", "c10::BFloat16": "BF16"},
-    **{"c10::Float8_e4m3fn": "FP8", "c10::Float8_e5m2": "FP8"},
+    "double": "FP64",
+    "float": "FP32",
+    "c10::Half": "FP16",
+    "c10::BFloat16": "BF16",
+    "c10::Float8_e4m3fn": "FP8",
+    "c10::Float8_e5m2": "FP8",
 }
 HALVES = frozenset({"FP16", "BF16"})
 _TRANSFERS = frozenset({"communication", "data", "sync"})  # by a device, while it does other work
@@ -203,7 +207,8 @@ class Profile:
         rest = self.duration - sum(self.times.values())
         if self.device:
             loading = sum(event.self_us for event in self.host if event.kind == "data")
-            self.times["data", ""] += (data := min(max(rest, 0.0), loading))
+            data = min(max(rest, 0.0), loading)
+            self.times["data", ""] += data
             self.times["host", ""] += rest - data
         else:
             self.times["python", ""] += rest
@@ -216,13 +221,15 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
     operations: dict[object, Event] = {}  # by the id that kernels refer to
     launchers: dict[Event, object] = {}  # of a kernel, that id
     for record in records:
-        category, facts = record.get("cat", ""), record.get("args", {})
+        category = record.get("cat", "")
         if record.get("ph", "X") != "X" or category not in _HOST | _DEVICE:
             continue
-        start, on_device = float(record["ts"]), category in _DEVICE
-        end, thread = start + float(record.get("dur", 0)), record.get("tid", 0)
+        start = float(record["ts"])
+        end = start + float(record.get("dur", 0))
+        facts = record.get("args", {})
         lists = (facts.get(name, []) for name in _INPUTS)
-        event = Event(record["name"], category, start, end, thread, *lists)
+        event = Event(record["name"], category, start, end, record.get("tid", 0), *lists)
+        on_device = category in _DEVICE
         (device if on_device else host).append(event)
         if (number := facts.get("External id")) is None:
             continue
@@ -234,7 +241,8 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
         events.sort(key=lambda event: (event.start, -event.end))
     open_on: dict[object, list[Event]] = defaultdict(list)
     for event in host:
-        event.self_us, stack = event.end - event.start, open_on[event.thread]
+        event.self_us = event.end - event.start
+        stack = open_on[event.thread]
         while stack and stack[-1].end <= event.start:
             stack.pop()
         if stack:
@@ -242,7 +250,8 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
             event.parent.self_us -= min(event.end, event.parent.end) - event.start
         stack.append(event)
     for event in device:
-        event.parent, event.self_us = operations.get(launchers.get(event)), event.end - event.start
+        event.parent = operations.get(launchers.get(event))
+        event.self_us = event.end - event.start
     return host, device
 
 

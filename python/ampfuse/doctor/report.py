@@ -198,16 +198,20 @@ def _complete(report: Report, watch: Watch) -> None:
         report.problem = f"the training ended in its first profiled step, {watch.seen} steps in all"
         return
     times = [seconds * 1e3 for seconds in watch.seconds]
-    report.steps, report.step_ms = len(times), statistics.fmean(times)
+    report.steps = len(times)
+    report.step_ms = statistics.fmean(times)
     report.fastest_ms, report.slowest_ms = min(times), max(times)
     report.profiled_ms = profile.duration / len(profile.steps) / 1e3
-    report.device, report.optimizers = watch.device, watch.optimizers
-    report.syncs, report.operations = watch.syncs.lines(), profile.operations
+    report.device = watch.device
+    report.optimizers = watch.optimizers
+    report.syncs = watch.syncs.lines()
+    report.operations = profile.operations
     for op in report.operations:
         op.ms *= report.step_ms / report.profiled_ms
     for kind in LABELS:
         for (_, detail), us in (item for item in profile.times.items() if item[0][0] == kind):
-            label, share = ", ".join(filter(None, (LABELS[kind], detail))), us / profile.duration
+            label = f"{LABELS[kind]}, {detail}" if detail else LABELS[kind]
+            share = us / profile.duration
             report.shares.append(Share(kind, label, share * report.step_ms, share))
     report.advice = [*find(report), *compare_attention(report, profile)]
     report.advice.sort(key=lambda one: -(one.gain or 0.0))
@@ -334,8 +338,11 @@ _ATTENTION = re.compile(
     r"aten::_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)(_attention(_for_cpu)?)?"
 )
 _DTYPES = {
-    **{"double": torch.float64, "float": torch.float32, "bool": torch.bool},
-    **{"c10::Half": torch.float16, "c10::BFloat16": torch.bfloat16},
+    "double": torch.float64,
+    "float": torch.float32,
+    "bool": torch.bool,
+    "c10::Half": torch.float16,
+    "c10::BFloat16": torch.bfloat16,
 }
 
 
@@ -348,7 +355,8 @@ def compare_attention(report: Report, profile: Profile) -> list[Finding]:
     if not calls:
         return []
     same = max(calls.values(), key=len)
-    event, times = same[0], measure_attention(same[0], report.device)
+    event = same[0]
+    times = measure_attention(event, report.device)
     used = _ATTENTION.sub(r"\1", event.name)
     medians = {name: statistics.median(ms) for name, ms in times.items()}
     taken = ", ".join(f"{figures(ms, 3)} ms by {name}" for name, ms in medians.items())
@@ -362,8 +370,8 @@ def compare_attention(report: Report, profile: Profile) -> list[Finding]:
     gain = report.gain_of(len(same) / len(profile.steps) * (medians[used] - medians[best]))
     chosen = ", ".join(str(_BACKENDS[name]) for name in (best, used))
     line = f"with torch.nn.attention.sdpa_kernel([{chosen}], set_priority=True):"
-    kind, speedup = f"attention by {best}", f"measured {gain:.2f}x"
-    return [Finding(kind, f"around the steps: {line}", found=speedup, gain=gain)]
+    found = f"measured {gain:.2f}x"
+    return [Finding(f"attention by {best}", f"around the steps: {line}", found=found, gain=gain)]
 
 
 def measure_attention(event: Event, device: torch.device) -> dict[str, list[float]]:

@@ -31,7 +31,7 @@ class Explanation:
             inf or NaN if the width is not the cause, None if that is unknown. For a weight that
             ``amp.initialize`` made inf by its cast: what it was before.
         line: the line of the program that called the operation forward.
-        scale: the number that the loss was multiplied by.
+        scale: the loss scale: that of the scaler, else the factor above 1 of the whole loss.
         dynamic: whether that number adapts itself.
     """
 
@@ -185,12 +185,14 @@ def _suggestion(e: Explanation) -> str:
 def _of_domain(e: Explanation) -> str:
     """The operation has no finite result in any dtype."""
     if e.operation in _DOMAIN:
-        cause, is_at_zero = _DOMAIN[e.operation], e.operation in _AT_ZERO
+        cause = _DOMAIN[e.operation]
+        is_at_zero = e.operation in _AT_ZERO
     elif e.kind == "nan":
         cause = f"{e.operation} has no finite result here, such as 0 / 0, inf - inf or 0 * inf"
         is_at_zero = True
     else:
-        cause, is_at_zero = f"the result of {e.operation} is beyond FP32's range too", False
+        cause = f"the result of {e.operation} is beyond FP32's range too"
+        is_at_zero = False
     suggestion = f"{cause[0].upper()}{cause[1:]}. No loss scale helps."
     if is_at_zero and e.dtype == torch.float16:
         suggestion += (

@@ -43,8 +43,13 @@ _PARTS = ("amp", "compat", "insight", "nn", "optim", "torch_utils")
 _INTERNAL = (_TORCH, contextlib.__file__, *(os.path.join(_OURS, part) for part in _PARTS))
 _FUNCTIONAL = (os.path.join(_TORCH, "nn", "functional.py"), os.path.join(_TORCH, "functional.py"))
 _PUBLIC_NAMES = {
-    **{"to_copy": "to", "copy": "to", "addmm": "linear", "mm": "matmul", "bmm": "matmul"},
-    **{"convolution": "conv", "native_layer_norm": "layer_norm"},
+    "to_copy": "to",
+    "copy": "to",
+    "addmm": "linear",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "convolution": "conv",
+    "native_layer_norm": "layer_norm",
 }
 # Here losses are multiplied by a loss scale.
 _SCALERS = (
@@ -315,7 +320,8 @@ class Tracker(TorchDispatchMode):
         if isinstance(by, Tensor) and (by.dim() > 0 or by.requires_grad):
             return
         if _is_in_scaler(sys._getframe(1)):
-            self.scale, self.scale_is_scalers = float(by), True
+            self.scale = float(by)
+            self.scale_is_scalers = True
         else:
             self._last_factor = _sequence_number(), float(by)
 

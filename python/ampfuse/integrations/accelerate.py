@@ -63,7 +63,9 @@ def initialize(
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
     if not listed:  # inference
         return result
-    scaler.optimizers, scaler.arguments, scaler.is_over = [*others, *listed], arguments, False
+    scaler.optimizers = [*others, *listed]
+    scaler.arguments = arguments
+    scaler.is_over = False
     if is_first:
         accelerator.scaler = scaler
         accelerator.log = scaler.with_skips(accelerator.log)

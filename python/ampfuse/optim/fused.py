@@ -78,7 +78,8 @@ class FusedOptimizer(AmpOptimizer):
                 cls._has_own_step or definer is cls or not issubclass(definer, FusedOptimizer)
             )
         if own_step != cls._has_own_step:
-            cls._has_own_step, cls._step_supports_amp_scaling = own_step, not own_step
+            cls._has_own_step = own_step
+            cls._step_supports_amp_scaling = not own_step
         super().__init_subclass__(**kwargs)
         if algorithm is not None:
             cls._algorithm, cls._replaces = algorithm, replaces
@@ -133,7 +134,8 @@ class FusedOptimizer(AmpOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         self._has_options(group)
         self._states.storage_of(group)
-        check_hyper(algorithm := self.algorithm_in(group), group)
+        algorithm = self.algorithm_in(group)
+        check_hyper(algorithm, group)
         check_range(kernel_hyper(algorithm, group))
         if group.get("differentiable"):
             raise ValueError(

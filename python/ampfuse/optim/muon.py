@@ -129,11 +129,11 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
     def _between_stages(self) -> Callable[[list[int]], Callable[[], None]]:
         """Give Muon's rows scratch memory, which is orthogonalized between the two stages."""
         rows, table = self._rows, self._rows.existing_table()
-        scratch = {
-            row: _core.C.empty_laid_out_as(param := table.param(row), matrix_dtype(param.device))
-            for row in range(len(rows.params))
-            if rows.algorithm_of(row).has_scratch
-        }
+        scratch = {}
+        for row in range(len(rows.params)):
+            if rows.algorithm_of(row).has_scratch:
+                param = table.param(row)
+                scratch[row] = _core.C.empty_laid_out_as(param, matrix_dtype(param.device))
         table.set_scratch(list(scratch.items()))
 
         def between(stepped: list[int]) -> Callable[[], None]:
@@ -237,7 +237,8 @@ def matrices_of(weight: Tensor, group: dict[str, Any]) -> list[Tensor]:
         batch = weight.permute(0, *order)
         wanted: tuple[int, ...] = (1, shape[0], math.prod(shape[1:]))
     else:
-        batch, wanted = weight, (math.prod(shape[:-2]), *shape[-2:])
+        batch = weight
+        wanted = (math.prod(shape[:-2]), *shape[-2:])
     try:
         batch = batch.view(wanted)
     except RuntimeError:

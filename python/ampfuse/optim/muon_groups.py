@@ -104,7 +104,8 @@ def muon_groups(
         weight = _Weight(modules, name, param)
         why_adamw = tied.get(param) or weight.why_adamw(split) or of_heads.get(weight.owner)
         if why_adamw is not None:
-            group, reasons[name] = {"algorithm": "adamw", **(adamw or {})}, why_adamw
+            group = {"algorithm": "adamw", **(adamw or {})}
+            reasons[name] = why_adamw
         else:
             options, reasons[name] = weight.muon_options(split)
             group = {"algorithm": "muon", **(muon or {}), **options}
@@ -160,8 +161,11 @@ class _Weight:
         path, _, inside = name.partition(".parametrizations.")
         self.owner, _, own_name = path.rpartition(".")
         if inside:
-            self.owner, own_name = path, inside.partition(".")[0]
-        self._param, self._name, self._module = param, own_name, modules[self.owner]
+            self.owner = path
+            own_name = inside.partition(".")[0]
+        self._param = param
+        self._name = own_name
+        self._module = modules[self.owner]
         self.kind = type(self._module).__name__
         outer, _, last_name = self.owner.rpartition(".")
         self.part = last_name if own_name == "weight" else own_name

@@ -96,7 +96,8 @@ class _Tracer(fx.Tracer):
         # C++ parses a list of tensors before it asks a proxy that stands for one.
         super().__init__(autowrap_functions=(torch.cat, torch.stack))
         self._autowrap_search.append(torch)
-        self._arguments, self._values = dict(key.arguments), values
+        self._arguments = dict(key.arguments)
+        self._values = values
         self._context = _context()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

@@ -29,7 +29,8 @@ def causal_lm_loss(
     """The ``ForCausalLMLoss`` of transformers without its FP32 copy of the logits."""
     if shift_labels is None:  # each token predicts the next one
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    rows, target = logits.view(-1, vocab_size), shift_labels.reshape(-1).to(logits.device)
+    rows = logits.view(-1, vocab_size)
+    target = shift_labels.reshape(-1).to(logits.device)
     if num_items_in_batch is None:
         return cross_entropy(rows, target, ignore_index=ignore_index)
     total = cross_entropy(rows, target, ignore_index=ignore_index, reduction="sum")
@@ -77,7 +78,8 @@ def skip_packing(model: nn.Module) -> bool:
 def _forward_without_packing(cls: Any) -> Callable[..., Any] | None:
     """The ``forward`` of `cls`, where a call without positions also makes its masks without them;
     None if `cls` is not a decoder."""
-    original, written = cls.forward, inspect.unwrap(cls.forward)
+    original = cls.forward
+    written = inspect.unwrap(original)
     makers = {
         name: _called_without_positions(written.__globals__[name])
         for name in written.__code__.co_names
