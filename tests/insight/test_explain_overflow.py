@@ -425,6 +425,13 @@ def test_a_factor_of_a_part_of_the_loss_is_no_loss_scale(factor, operation, scal
     assert cause.suggestion in str(cause)
 
 
+def test_complex_factors_are_no_loss_scales():
+    with amp.explain_overflow(planted(torch.exp)) as watch:
+        for factor in (2j, torch.tensor(2j)):
+            (watch.model(ones()).to(torch.complex64).sum() * factor).abs().backward()
+    assert watch.explanation is None
+
+
 @pytest.mark.parametrize("scale", [0.0, -2.0, INF, math.nan, 1e308, 5e-324])
 def test_no_scale_fits_where_there_is_none(scale):
     known = {"aten": "aten.mul.Tensor", "largest_result": 1e9, "scale": scale}

@@ -317,13 +317,17 @@ class Tracker(TorchDispatchMode):
 
     def _note_scale(self, loss: Tensor, by: Any) -> None:
         """Note the scale of a scaler; of another number, that it may be one."""
-        if isinstance(by, Tensor) and (by.dim() > 0 or by.requires_grad):
+        if isinstance(by, Tensor):
+            is_number = by.dim() == 0 and not by.requires_grad and _is_readable(by)
+        else:
+            is_number = not isinstance(by, complex)
+        if not is_number:
             return
         if _is_in_scaler(sys._getframe(1)):
             self.scale = float(by)
             self.scale_is_scalers = True
         else:
-            self._last_factor = _sequence_number(), float(by)
+            self._last_factor = torch.autograd._get_sequence_nr() - 1, float(by)
 
     def _begin_backward(self) -> None:
         """At its first operation. A factor of the whole loss, above 1, is the program's scale."""
@@ -341,7 +345,8 @@ class Tracker(TorchDispatchMode):
             function = _PUBLIC_NAMES.get(name, name)
         module = self._stack[-1] if self._stack else None
         place = self._place_of(module, function)._replace(frame=frame)
-        self._forward_of.setdefault(_sequence_number(), place)
+        # An autograd node takes its number, the one before the next, before its operation runs.
+        self._forward_of.setdefault(torch.autograd._get_sequence_nr() - 1, place)
         return place
 
     def _backward_place(self) -> _CallSite:
@@ -456,11 +461,6 @@ def _is_in_scaler(frame: Any) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _sequence_number() -> int:
-    """That of the running operation's autograd node, which took it before the operation."""
-    return torch.autograd._get_sequence_nr() - 1
 
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:

@@ -111,10 +111,10 @@ class SkipWatch:
             return
         if (arrived := self._arrived_history(table)) is None:
             return
-        history, row_name = arrived
+        history, row = arrived
         seen, self._seen = self._seen, history
-        _log_new_skips(seen, history, optimizer, row_name, logs)
-        _check_streak(seen, history, optimizer.max_skipped_steps, row_name)
+        _log_new_skips(seen, history, optimizer, row, logs)
+        _check_streak(seen, history, optimizer.max_skipped_steps, row)
 
     def _arrived_history(self, table: ParamTable) -> tuple[StepHistory, str] | None:
         """The history and the name of the last bad row, or None while they are on their way."""
@@ -131,21 +131,19 @@ class SkipWatch:
 
 
 def _log_new_skips(
-    seen: StepHistory, history: StepHistory, optimizer: Any, row_name: str, logs: Any
+    seen: StepHistory, history: StepHistory, optimizer: Any, row: str, logs: Any
 ) -> None:
     """Log if the number of steps that were skipped for `logs` has reached a power of two."""
     before, now = (int(sum(getattr(each, name) for name in logs)) for each in (seen, history))
     if now.bit_length() == before.bit_length():
         return
-    step = f"{history.last_skipped:.0f} was skipped:"
+    step = f"Step {history.last_skipped:.0f}"
     reason = REASONS[int(history.last_reason) - 1]
-    if reason in logs:
-        step = f"Step {step}"
-    else:  # a skip that is not logged followed the spike before the history was read
-        reason, step = "spike", f"A step before step {step}"
+    if reason not in logs:  # such a step followed the spike before the history was read
+        reason, step = "spike", f"A step before step {history.last_skipped:.0f}"
     if reason == "nonfinite":
         text = (
-            f"the gradient of {row_name} was not finite. amp.explain_overflow finds the "
+            f"the gradient of {row} was not finite. amp.explain_overflow finds the "
             "operation where it originated; skip_nonfinite=False applies such steps."
         )
     else:
@@ -154,28 +152,26 @@ def _log_new_skips(
             f"{optimizer.skip_spikes} deviations above {math.exp(history.log_mean):.4g} on the "
             "logarithmic scale."
         )
-    _log.warning("%s %s %d of %d steps so far.", step, text, now, history.steps)
+    _log.warning("%s was skipped: %s %d of %d steps so far.", step, text, now, history.steps)
 
 
-def _check_streak(
-    seen: StepHistory, history: StepHistory, limit: int | None, row_name: str
-) -> None:
+def _check_streak(seen: StepHistory, history: StepHistory, limit: int | None, row: str) -> None:
     """Raise RuntimeError if a multiple of `limit` steps in a row were skipped since `seen`."""
     # How many of this streak were seen: none if a step was applied since.
     goes_on = history.in_a_row - seen.in_a_row == history.steps - seen.steps
     earlier = seen.in_a_row if goes_on else 0
     if limit is not None and history.in_a_row // limit > earlier // limit:
-        raise RuntimeError(_too_many(history, row_name))
+        raise RuntimeError(_too_many(history, row))
 
 
-def _too_many(history: StepHistory, row_name: str) -> str:
+def _too_many(history: StepHistory, row: str) -> str:
     many = f"{history.in_a_row:.0f} steps in a row were skipped"
     same = "The parameters are those of the last applied step."
     if history.last_reason == 1:
         return (
-            f"{many}: every backward pass left inf or NaN in a gradient; the last was in "
-            f"{row_name}. No loss scale helps. Check the loss (is it finite without amp?), the "
-            f"learning rate and the data. {same}"
+            f"{many}: every backward pass left inf or NaN in a gradient; the last was in {row}. "
+            "No loss scale helps. Check the loss (is it finite without amp?), the learning rate "
+            f"and the data. {same}"
         )
     return (
         f"{many}: the last gradient norm, {history.last_spike:.4g}, is far above the mean, "
