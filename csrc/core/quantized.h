@@ -16,6 +16,10 @@ template <class F>
 HD BitsOf<F> magnitude_of(const F& x) {
   return bits_of(x) & BitsOf<F>(0x7fffffffu);
 }
+template <class F>
+HD F absolute(const F& x) {
+  return from_bits(x, magnitude_of(x));
+}
 
 // --- split masters -------------------------------------------------------------------------------
 
@@ -100,7 +104,7 @@ struct Split<DType::kRemainderFloat16> {
   template <class F>
   HD static BitsOf<F> exponent(const F& high) {
     using B = BitsOf<F>;
-    return max_signed(bits_of(high) & B(0x7f800000u), B(113u << 23));
+    return max_signed(bits_of(high) & B(kInfinityBits), B(113u << 23));
   }
 };
 
@@ -151,11 +155,12 @@ struct Quantizer {
   // The largest fraction, its root, and the quantized value that it has.
   static constexpr float kLargest = kSign ? 1.0f : 1.5f, kLargestRoot = kSign ? 1.0f : 1.125f;
   static constexpr float kLevels = kSign ? 127.0f : 255.0f;
+  static constexpr float kRootOfOne = kLargestRoot / kLevels;  // of the quantized value 1
 
   // A block's scale, from the bits of its largest magnitude. One that is not zero has a reciprocal.
   HD static float scale(uint32_t largest) {
     constexpr uint32_t kSmallest = kSign ? 0x00800000u : 0x00c00000u;
-    if (largest > kInfinityBits) return bits_float(0x7fc00000u);
+    if (largest > kInfinityBits) return bits_float(kNanBits);
     if (kSign && largest == kInfinityBits) return bits_float(kInfinityBits - 1);
     return bits_float(largest == 0 || largest > kSmallest ? largest : kSmallest) / kLargest;
   }
@@ -173,24 +178,26 @@ struct Quantizer {
   template <class F>
   HD static BitsOf<F> encode(const F& x, const F& encoder, const F& offset) {
     using B = BitsOf<F>;
-    const F magnitude = from_bits(x, magnitude_of(x));
     if constexpr (kSign) {
-      const B root = shift_right<1>(bits_of(saturate(fma(magnitude, encoder, offset))));
+      const B root = shift_right<1>(bits_of(saturate(fma(absolute(x), encoder, offset))));
       const F with_sign = from_bits(x, blend(B(0x80000000u), bits_of(x), root + B(kOffset)));
       return bits_of(fma(with_sign, F(kLevels), F(kRoundToInteger)));
     }
-    const F fraction = min_number(magnitude * encoder, F(kLargest));
+    const F fraction = min_number(absolute(x) * encoder, F(kLargest));
     const F root = from_bits(x, shift_right<2>(bits_of(fraction)) + B(kOffset));
     const B quantized = bits_of(fma(root, F(kLevels / kLargestRoot), F(kRoundToInteger)));
     return max_signed(quantized, B(float_bits(kRoundToInteger) + 1));
   }
-  // `count` is the quantized value, as a float. Where it is zero, the root is what kOffset has as
-  // its bits, which other roots absorb.
+  // Of the quantized value, as a float. Where it is zero, the root is what kOffset has as its bits,
+  // which other roots absorb.
   template <class F>
-  HD static F decode(const F& count, const F& scale) {
+  HD static F root(const F& count) {
+    return kSign ? fma(count, F(kRootOfOne), from_bits(count, BitsOf<F>(kOffset)))
+                 : count * F(kRootOfOne);
+  }
+  template <class F>
+  HD static F decode(const F& root, const F& scale) {
     using B = BitsOf<F>;
-    const F root = kSign ? fma(count, F(1 / kLevels), from_bits(scale, B(kOffset)))
-                         : count * F(kLargestRoot / kLevels);
     const B fraction = shift_left<kRoot>(bits_of(root)) - B(kOffset << kRoot);
     const F x = from_bits(scale, fraction) * scale;
     return kSign ? from_bits(x, blend(B(0x80000000u), bits_of(root), bits_of(x))) : x;

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "dtype.h"
-#include "hd.h"
+#include "core/dtype.h"
+#include "core/hd.h"
 
 namespace ampfuse {
 
@@ -58,7 +58,15 @@ HD double square_root(double a) {
 }
 
 // The larger of two values; NaN if either is, as torch.maximum.
-HD float max_nan(float a, float b) { return a > b || a != a ? a : b; }
+HD float max_nan(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+#else
+  return a > b || a != a ? a : b;
+#endif
+}
 
 // The smaller of two values, or the second if the first is NaN.
 HD float min_number(float a, float b) {
@@ -68,6 +76,7 @@ HD float min_number(float a, float b) {
   return a < b ? a : b;
 #endif
 }
+HD float absolute(float a) { return __builtin_fabsf(a); }
 // Limited to [0, 1]; zero if it is NaN.
 HD float saturate(float a) {
 #if defined(__CUDA_ARCH__)
@@ -98,7 +107,16 @@ HD uint32_t shift_right(uint32_t a) {
 }
 HD uint32_t max_signed(uint32_t a, uint32_t b) { return int32_t(a) > int32_t(b) ? a : b; }
 // The bits of a where the mask has ones, else those of b.
-HD uint32_t blend(uint32_t mask, uint32_t a, uint32_t b) { return b ^ ((a ^ b) & mask); }
+HD uint32_t blend(uint32_t mask, uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  // (With a constant mask, the compiler makes two instructions of the expression.)
+  uint32_t blended;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(blended) : "r"(mask), "r"(a), "r"(b));
+  return blended;
+#else
+  return b ^ ((a ^ b) & mask);
+#endif
+}
 // As a signed integer, which a float holds exactly.
 HD float to_float(float, uint32_t a) { return float(int32_t(a)); }
 // `then` where a < b as signed integers, else `otherwise`.

@@ -46,7 +46,7 @@ struct TableView {
   int64_t rows = 0;
   int64_t chunk_count = 0;
   int64_t hyper_count = 0;
-  int32_t only = -1;  // see Table::only
+  int32_t only_algorithm = -1;  // see Table::only_algorithm
 
   HD void* pointer(int list, int64_t row) const { return data[list * rows + row]; }
   HD DType type(int list, int64_t row) const { return dtype[list * rows + row]; }
@@ -59,8 +59,10 @@ struct TableView {
     return pointer(kGrad, row) != nullptr || pointer(kAccumulated, row) != nullptr;
   }
   // Whether the pass covers the row, if it has a gradient.
-  HD bool is_meant(int64_t row) const { return only < 0 || hyper[hyper_of[row]].algorithm == only; }
-  HD bool is_stepped(int64_t row) const { return has_gradient(row) && is_meant(row); }
+  HD bool is_in_pass(int64_t row) const {
+    return only_algorithm < 0 || hyper[hyper_of[row]].algorithm == only_algorithm;
+  }
+  HD bool is_stepped(int64_t row) const { return has_gradient(row) && is_in_pass(row); }
 };
 
 // What a backend keeps with a table between calls: device copies of the columns, scratch memory.
@@ -139,7 +141,7 @@ class Table {
     view.rows = rows();
     view.chunk_count = int64_t(chunks_.size());
     view.hyper_count = int64_t(hyper_.size());
-    view.only = only;
+    view.only_algorithm = only_algorithm;
     return view;
   }
 
@@ -150,7 +152,7 @@ class Table {
   bool changed_hyper = false;
 
   // Which of the rows passes step from now on: those of the Algorithm with this index; -1: all.
-  int32_t only = -1;
+  int32_t only_algorithm = -1;
 
   std::unique_ptr<TableCache> cache;
 

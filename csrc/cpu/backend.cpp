@@ -184,7 +184,7 @@ class CpuBackend : public Backend {
   static void write_row_norms(const TableView& view, int measures, float* norms, float* largest) {
     for (int64_t i = 0; i < measures * view.rows; ++i) {
       const int64_t row = i % view.rows;
-      if (!view.is_meant(row)) continue;
+      if (!view.is_in_pass(row)) continue;
       const int64_t first = view.first_chunk[row];
       const int64_t count = view.first_chunk[row + 1] - first;
       const Partial* partials = view.partials + i / view.rows * view.chunk_count + first;

@@ -12,7 +12,7 @@ template <class Isa, class Op>
 void Kernel<Isa, Op>::run(const TableView& view, const Pass& pass, int64_t begin, int64_t end) {
   if constexpr (Op::kMeasured != 0) {
     for (int64_t i = begin; i < end; ++i) {
-      if (!view.is_meant(view.chunks[i].row)) continue;
+      if (!view.is_in_pass(view.chunks[i].row)) continue;
       for (int m = 0; m < count_lists(Op::kMeasured); ++m)
         view.partials[m * view.chunk_count + i] = {0.0, 0};
     }

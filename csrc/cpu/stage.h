@@ -51,7 +51,8 @@ void decode_block(const ChunkLists& lists, int list, int64_t first, int count, f
     for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
       const BitsOf<F> quantized =
           load_integers<F, Stored, decltype(whole)::value>(lists.data[list], first + i, n);
-      store_vector(quantizer.decode(to_float(scale, quantized), scale), to, DType::kFloat32, i);
+      store_vector(quantizer.decode(quantizer.root(to_float(scale, quantized)), scale), to,
+                   DType::kFloat32, i);
     });
   });
 }

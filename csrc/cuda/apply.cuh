@@ -17,10 +17,11 @@
 
 namespace ampfuse {
 
-// Runs the op on the pack at element i. kSplits: whether the weights of split masters are needed
-// before store_packs() makes them.
+// Runs the op on the pack at element i, and rounds to encoded types. kSplits: whether the weights
+// of split masters are needed before store_packs() makes them.
 template <bool kSplits, class Op, int kWidth, class Slice>
-__device__ void run(const Op& op, const Slice& slice, int i, Vector<float, kWidth> (&x)[kLists]) {
+__device__ void run_and_round(const Op& op, const Slice& slice, int i,
+                              Vector<float, kWidth> (&x)[kLists]) {
   op(x);
   if constexpr (Slice::Column::kEncoded) {
     using Bits = Vector<uint32_t, kWidth>;
@@ -43,11 +44,18 @@ __device__ inline void include(const Vector<float, kWidth>& value, uint32_t& lar
   }
 }
 
-// Blocks take slices rather than whole chunks: a model of 25 M parameters has 780 chunks, too few
-// to fill a GPU evenly, and elementwise results do not depend on the partition.
-constexpr int kSlices = 4;
-constexpr int kSlice = kChunk / kSlices;
-static_assert(kSlice % kTile == 0, "a slice is whole tiles");
+// Blocks take slices of a chunk, 2^log of them: a model of 25 M parameters has 780 chunks, too few
+// to fill a GPU evenly, and elementwise results do not depend on the partition. Where encoded types
+// make instructions the limit, large tables have fewer slices, since each block begins with some
+// 200 instructions a thread.
+inline int log_slices(int64_t chunks, Encoded encoded) {
+  constexpr int kLog = 2;
+  constexpr int64_t kManyBlocks = 1 << 14;
+  static_assert((kChunk >> kLog) % kTile == 0, "a slice is whole tiles");
+  int log = kLog;
+  while (encoded != Encoded::kNone && log > 0 && chunks << (log - 1) >= kManyBlocks) --log;
+  return log;
+}
 
 constexpr int kApplyPack = 4;                    // elements that a thread handles at once
 constexpr int kApplyPacks = kPack / kApplyPack;  // packs of a thread in each tile
@@ -70,22 +78,24 @@ __device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, 
   const int last = last_start<Slice, kApplyPack>(end);
   for (int start = begin + threadIdx.x * kApplyPack; start < last;
        start += kInFlight * kLanes * kApplyPack) {
-    Packs<kApplyPack> packs[kInFlight];
+    ListPacks<kApplyPack> packs[kInFlight];
 #pragma unroll
     for (int p = 0; p < kInFlight; ++p) {
       const int i = start + p * kLanes * kApplyPack;
-      load_packs<Op, kReads, kWhole>(slice, i, part<kApplyPack, kWhole>(i, end), packs[p]);
+      load_packs<Op, kReads, kWhole>(slice, i, elements_in_pack<kApplyPack, kWhole>(i, end),
+                                     packs[p]);
     }
 #pragma unroll
     for (int p = 0; p < kInFlight; ++p) {
-      const int i = start + p * kLanes * kApplyPack, count = part<kApplyPack, kWhole>(i, end);
+      const int i = start + p * kLanes * kApplyPack,
+                count = elements_in_pack<kApplyPack, kWhole>(i, end);
       Vector<float, kApplyPack> x[kLists] = {};
       widen_packs<Op, kReads>(slice, count, packs[p], x);
 #pragma unroll
       for (int list = 0; list < kLists; ++list) {
         if (Op::kChecked & bit(list)) include(x[list], largest);
       }
-      run<false>(op, slice, i, x);
+      run_and_round<false>(op, slice, i, x);
       store_packs<Op, kWrites, kWhole>(slice, i, count, x);
     }
   }
@@ -104,48 +114,52 @@ __device__ inline bool with_known_types(const Slice& slice, const Run& run) {
     run(slice);
     return true;
   } else {
-    const auto of = [&](DType half, DType param, DType state) {
+    const auto try_types = [&](DType half, DType param, DType state) {
       Slice known = slice;
       bool same = true;
-      const auto is = [&](int list, DType type) {
+      const auto assume = [&](int list, DType type) {
         if (!(kUsed & bit(list))) return;
         known.columns[list].dtype = type;
         same = same && slice.columns[list].dtype == type;
       };
-      is(kGrad, half == DType::kNone ? DType::kFloat32 : half);
-      is(kModel, half);
-      is(kParam, param);
+      assume(kGrad, half == DType::kNone ? DType::kFloat32 : half);
+      assume(kModel, half);
+      assume(kParam, param);
 #pragma unroll
       for (int list = kState0; list < kState0 + kMaxStates; ++list)
-        is(list, Op::kUnsigned & bit(list) ? without_sign(state) : state);
+        assume(list, Op::kUnsigned & bit(list) ? without_sign(state) : state);
       if (same) run(known);
       return same;
     };
-    const auto with = [&](DType half, DType param) {
-      if (of(half, param, DType::kRandomBFloat16)) return true;
-      if (Op::kQuantizable && of(half, param, DType::kSigned8)) return true;
-      return Slice::Column::kSplit && of(half, param, DType::kFloat32);
+    const auto try_states = [&](DType half, DType param) {
+      if (try_types(half, param, DType::kRandomBFloat16)) return true;
+      if (Op::kQuantizable && try_types(half, param, DType::kSigned8)) return true;
+      return Slice::Column::kSplit && try_types(half, param, DType::kFloat32);
     };
     if constexpr (Slice::Column::kSplit) {
-      return with(DType::kBFloat16, DType::kRemainderBFloat16) ||
-             with(DType::kFloat16, DType::kRemainderFloat16);
+      return try_states(DType::kBFloat16, DType::kRemainderBFloat16) ||
+             try_states(DType::kFloat16, DType::kRemainderFloat16);
     } else {
-      return with(DType::kBFloat16, DType::kFloat32) || with(DType::kFloat16, DType::kFloat32) ||
-             with(DType::kNone, DType::kFloat32);
+      return try_states(DType::kBFloat16, DType::kFloat32) ||
+             try_states(DType::kFloat16, DType::kFloat32) ||
+             try_states(DType::kNone, DType::kFloat32);
     }
   }
 }
 
-// Blocks per multiprocessor to have registers for. Gradients over the root of second moments
-// (`unsigned_states`) need more.
+// Blocks per multiprocessor to have registers for.
 HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, Encoded encoded) {
   const int lists = count_lists(used);
-  if (encoded != Encoded::kNone) {  // (With one state, three blocks spill on sm_80.)
+  if (encoded != Encoded::kNone) {
+    if (lists > 6) return 1;
+    // (With one state, three blocks spill on sm_80.)
     const bool adam = count_lists(used & kStates) > 1 && (used & kRareLists) == 0;
-    return lists > 6 ? 1 : adam ? 3 : 2;
+    return adam ? 3 : 2;
   }
-  const bool quotient = (used & bit(kGrad)) != 0 && unsigned_states != 0;
-  return lists > 6 ? 2 : lists + quotient > 4 ? 3 : 4;
+  if (lists > 6) return 2;
+  // A gradient over the root of a second moment needs as many registers as a list more.
+  const bool divides = (used & bit(kGrad)) != 0 && unsigned_states != 0;
+  return (divides ? lists + 1 : lists) > 4 ? 3 : 4;
 }
 
 // Runs Op on every element of every row, or of the rows with a gradient if Op asks for that. If
@@ -154,20 +168,22 @@ HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, Encode
 template <class Op, unsigned kMissing, Encoded kEncoded>
 __global__ void __launch_bounds__(kLanes, updating_blocks((Op::kReads | Op::kWrites) & ~kMissing,
                                                           Op::kUnsigned, kEncoded))
-    apply_kernel(TableView view, const StepState* state, float a, float b, float* found_inf) {
+    apply_kernel(TableView view, int log_slices, const StepState* state, float a, float b,
+                 float* found_inf) {
   constexpr unsigned kUsed = (Op::kReads | Op::kWrites) & ~kMissing;
   const bool skip = state != nullptr && state->skip != 0;
   // Backwards: inspect has just read the gradients forwards, and their end is still in the L2
   // cache.
   const int64_t part = int64_t(gridDim.x) - 1 - blockIdx.x;
-  const Chunk chunk = view.chunks[part / kSlices];
-  const int64_t first = chunk.index * kChunk + part % kSlices * kSlice;
+  const Chunk chunk = view.chunks[part >> log_slices];
+  const int length = int(kChunk) >> log_slices;
+  const int64_t first = chunk.index * kChunk + (int(part) & ((1 << log_slices) - 1)) * length;
   const int64_t rest = view.numel[chunk.row] - first;
   const Op op = Op::for_row(view, chunk.row, a, b);
   const RowSlice<ListColumn<kEncoded>> slice(std::integral_constant<unsigned, kUsed>(), view,
                                              chunk.row, first);
   if (skip || rest <= 0 || (Op::kGradientRows && !view.is_stepped(chunk.row))) return;
-  const int n = rest < kSlice ? int(rest) : kSlice;
+  const int n = rest < length ? int(rest) : length;
   bool aligned = true;
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
@@ -216,9 +232,9 @@ template <class Op>
 void apply(const DevicePass& pass) {
   if (pass.view.chunk_count == 0) return;
   with_instance<Op, Op::kReads | Op::kWrites>(pass, [&](auto missing, auto encoded) {
-    launch(NamedKernel{Op::kName, apply_kernel<Op, missing, encoded>},
-           pass.view.chunk_count * kSlices, kLanes, pass.stream, pass.view, pass.state, pass.a,
-           pass.b, pass.found_inf);
+    const int log = log_slices(pass.view.chunk_count, encoded);
+    launch(NamedKernel{Op::kName, apply_kernel<Op, missing, encoded>}, pass.view.chunk_count << log,
+           kLanes, pass.stream, pass.view, log, pass.state, pass.a, pass.b, pass.found_inf);
   });
 }
 

@@ -272,6 +272,7 @@ const DeviceColumns& DeviceTable::acquire(Table& table, cudaStream_t stream) {
     note_changes(table);
     captured_ = {};
     capture_ = 0;
+    CUDA_CHECK(cudaStreamGetId(stream, &stream_));
     wait_for_last_use(stream);
     upload_changes(table, stream);
     return eager_;
@@ -304,7 +305,6 @@ void DeviceTable::note_changes(Table& table) {
 }
 
 void DeviceTable::wait_for_last_use(cudaStream_t stream) {
-  CUDA_CHECK(cudaStreamGetId(stream, &stream_));
   if (!used_ || stream_ == last_stream_) return;
   CUDA_CHECK(cudaStreamWaitEvent(stream, last_use_, 0));
   changed_stream_ = true;
@@ -339,6 +339,6 @@ TableUse::TableUse(Table& table, cudaStream_t stream)
     : cache_(device_table(table)),
       stream_(stream),
       columns_(cache_.acquire(table, stream)),
-      only_(table.only) {}
+      only_algorithm_(table.only_algorithm) {}
 
 }  // namespace ampfuse

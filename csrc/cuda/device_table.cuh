@@ -69,7 +69,7 @@ class TableUse {
   // A pass over the columns, with default arguments.
   DevicePass pass() const {
     DevicePass pass{columns_.view, columns_.present, columns_.encoded, columns_.tickets, stream_};
-    pass.view.only = only_;
+    pass.view.only_algorithm = only_algorithm_;
     return pass;
   }
 
@@ -77,7 +77,7 @@ class TableUse {
   DeviceTable& cache_;
   cudaStream_t stream_;
   const DeviceColumns& columns_;
-  int32_t only_;
+  int32_t only_algorithm_;
 };
 
 }  // namespace ampfuse

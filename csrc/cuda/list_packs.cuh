@@ -85,10 +85,11 @@ struct RowSlice {
     if (list == kParam && !Column::kSplit && !is_plain(type)) __builtin_unreachable();
     return type;
   }
-  // The scale of a quantized state.
-  __device__ float* scale_at(int list, int i) const {
-    char* scale = reinterpret_cast<char*>(scales[list - kState0]);
-    return reinterpret_cast<float*>(global_at(scale, i / kBlock * int(sizeof(float))));
+  // Of the scales of a quantized state, that of the block of element i.
+  __device__ static float* scale_at(float* of_state, int i) {
+    char* first = reinterpret_cast<char*>(of_state);
+    const unsigned block = unsigned(i) / kBlock;
+    return reinterpret_cast<float*>(global_at(first, int(block * sizeof(float))));
   }
 };
 
@@ -112,21 +113,21 @@ __device__ DType plain_of(int list, DType type) {
 
 // What a thread loads before it goes on: a pack of each list, and the scales of quantized lists.
 template <int kWidth>
-struct Packs {
+struct ListPacks {
   Pack<kWidth> of[kLists];
   float scale[kMaxStates];
 };
 
 // Loads the packs of every list in kReads.
 template <class Op, unsigned kReads, bool kWhole, int kWidth, class Slice>
-__device__ inline void load_packs(const Slice& slice, int i, int count, Packs<kWidth>& packs) {
+__device__ inline void load_packs(const Slice& slice, int i, int count, ListPacks<kWidth>& packs) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
     if (!(kReads & bit(list))) continue;
     const bool quantized = may_be_quantized<Op, Slice>(list);
     packs.of[list] = load_pack<kWhole, kWidth>(slice.columns[list], i, count, quantized);
     if (quantized && is_quantized(slice(list)) && count > 0)
-      packs.scale[list - kState0] = *slice.scale_at(list, i);
+      packs.scale[list - kState0] = *Slice::scale_at(slice.scales[list - kState0], i);
   }
   if constexpr (Slice::Column::kSplit && (kReads & bit(kParam)) && !(kReads & bit(kModel))) {
     if (is_remainder(slice(kParam)))
@@ -190,8 +191,25 @@ __device__ inline void split_packs(DType type, const Vector<float, kWidth>& x, P
   });
 }
 
+// Quantizer::root() of the bytes of a pack.
+template <class Quantizer, int kWidth>
+__device__ inline Vector<float, kWidth> roots_of(Quantizer quantizer, const Pack<kWidth>& pack) {
+  static_assert(kWidth % 4 == 0);
+  using F = Vector<float, kWidth>;
+  if constexpr (quantizer.kSign) {
+    return quantizer.root(F::of([&](int k) {
+      return byte_above_2_23(pack.word[k / 4] ^ 0x80808080u, k % 4) - 0x800080p0f;
+    }));
+  } else {  // the difference is exact, so it need not be made before the product
+    constexpr float kOne = Quantizer::kRootOfOne;
+    return F::of([&](int k) {
+      return fma(byte_above_2_23(pack.word[k / 4], k % 4), kOne, -0x800000p0f * kOne);
+    });
+  }
+}
+
 template <class Op, unsigned kReads, int kWidth, class Slice>
-__device__ inline void widen_packs(const Slice& slice, int count, const Packs<kWidth>& packs,
+__device__ inline void widen_packs(const Slice& slice, int count, const ListPacks<kWidth>& packs,
                                    Vector<float, kWidth> (&x)[kLists]) {
 #pragma unroll
   for (int list = 0; list < kLists; ++list) {
@@ -205,9 +223,7 @@ __device__ inline void widen_packs(const Slice& slice, int count, const Packs<kW
     } else if (may_be_quantized<Op, Slice>(list) && count > 0) {
       const Vector<float, kWidth> scale(packs.scale[list - kState0]);
       with_quantizer_of<Op>(list, type, [&](auto quantizer) {
-        Vector<float, kWidth> quantized;
-        bytes_to_float<quantizer.kSign>(pack, quantized.lane);
-        x[list] = quantizer.decode(quantized, scale);
+        x[list] = quantizer.decode(roots_of(quantizer, pack), scale);
       });
     }
   }
@@ -237,41 +253,112 @@ __device__ inline uint32_t largest_of(const Vector<float, kWidth>& x, int count)
 #endif
 }
 
+// Calls run(list) for the quantized states that are written.
+template <class Op, unsigned kWrites, class Slice, class Run>
+__device__ inline void for_quantized(const Slice& slice, const Run& run) {
+#pragma unroll
+  for (int list = kState0; list < kState0 + kMaxStates; ++list) {
+    if ((kWrites & bit(list)) && may_be_quantized<Op, Slice>(list) && is_quantized(slice(list)))
+      run(list);
+  }
+}
+
 // The largest magnitudes of the blocks of quantized states, whose values a warp holds. All states
 // are reduced together, so that their shuffles overlap.
 template <class Op, unsigned kWrites, int kWidth, class Slice>
 __device__ inline void share_largest(const Slice& slice, int count,
                                      const Vector<float, kWidth> (&x)[kLists],
                                      uint32_t (&largest)[kMaxStates]) {
-  const auto for_quantized = [&](const auto& run) {
-#pragma unroll
-    for (int list = kState0; list < kState0 + kMaxStates; ++list) {
-      if ((kWrites & bit(list)) && may_be_quantized<Op, Slice>(list) && is_quantized(slice(list)))
-        run(list, largest[list - kState0]);
-    }
+  const auto for_each = [&](const auto& run) {
+    for_quantized<Op, kWrites>(slice, [&](int list) { run(list, largest[list - kState0]); });
   };
-  for_quantized([&](int list, uint32_t& most) { most = largest_of(x[list], count); });
+  for_each([&](int list, uint32_t& most) { most = largest_of(x[list], count); });
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   constexpr bool kByWarp = kBlock / kWidth == kRowLanes;
-  if (kByWarp)
-    for_quantized([&](int, uint32_t& most) { most = __reduce_max_sync(kWholeWarp, most); });
+  if (kByWarp) for_each([&](int, uint32_t& most) { most = __reduce_max_sync(kWholeWarp, most); });
 #else
   constexpr bool kByWarp = false;
 #endif
 #pragma unroll
   for (int offset = kByWarp ? 0 : kBlock / kWidth / 2; offset > 0; offset /= 2) {
-    for_quantized([&](int, uint32_t& most) {
+    for_each([&](int, uint32_t& most) {
       const uint32_t other = __shfl_xor_sync(kWholeWarp, most, offset);
       if (other > most) most = other;
     });
   }
 }
 
+// The block whose scale a lane computes.
+struct Block {
+  bool exists = false, has_sign = false;
+  uint32_t largest = 0;
+  float* scales = nullptr;  // of all blocks of its list
+};
+
+// The scale of a block, and the factor that encodes its values. Far from over- and underflow the
+// division by a constant is exact this way.
+__device__ inline void make_scale(const Block& block, float& scale, float& encoder) {
+  using Signed = Quantizer<true>;
+  using Unsigned = Quantizer<false>;
+  constexpr uint32_t kLeast = (127u - 100) << 23, kSpan = 200u << 23;  // 2^-100 to 2^100
+  if (block.largest - kLeast < kSpan) {
+    const float divisor = block.has_sign ? Signed::kLargest : Unsigned::kLargest;
+    const float inverse = block.has_sign ? 1 / Signed::kLargest : 1 / Unsigned::kLargest;
+    const float value = bits_float(block.largest), near = value * inverse;
+    scale = fma(fma(-divisor, near, value), inverse, near);
+    encoder = reciprocal_of_normal(scale);
+  } else {
+    const DType type = block.has_sign ? DType::kSigned8 : DType::kUnsigned8;
+    with_quantizer(type, [&](auto quantizer) {
+      scale = quantizer.scale(block.largest);
+      encoder = quantizer.encoder(scale);
+    });
+  }
+}
+
+// Stores the scales of a pack's blocks, and hands out the factors that encode their values. Each
+// lane computes those of one state, which takes many instructions, and gives them to the others.
+template <class Op, unsigned kWrites, int kWidth, class Slice>
+__device__ inline void store_scales(const Slice& slice, int i, int count,
+                                    const Vector<float, kWidth> (&x)[kLists],
+                                    float (&encoder)[kMaxStates]) {
+  constexpr unsigned kOf = kWrites & kStates;
+  constexpr int kChoices = kOf & bit(kState0 + 2) ? 4 : kOf & bit(kState0 + 1) ? 2 : 1;
+  constexpr int kSharers = kBlock / kWidth;  // the lanes of a block
+  const int lane = threadIdx.x % kSharers;
+  uint32_t largest[kMaxStates] = {};
+  share_largest<Op, kWrites>(slice, count, x, largest);
+  Block own;
+  for_quantized<Op, kWrites>(slice, [&](int list) {
+    const int state = list - kState0;
+    const bool has_sign =
+        kSteps<Op> ? !(Op::kUnsigned & bit(list)) : slice(list) == DType::kSigned8;
+    const Block block = {true, has_sign, largest[state], slice.scales[state]};
+    // (Member by member: a choice of the whole would be in memory.)
+    const bool chosen = lane % kChoices == state;
+    own.exists = chosen ? block.exists : own.exists;
+    own.has_sign = chosen ? block.has_sign : own.has_sign;
+    own.largest = chosen ? block.largest : own.largest;
+    own.scales = chosen ? block.scales : own.scales;
+  });
+  float scale, own_encoder;
+  make_scale(own, scale, own_encoder);
+  const bool has_elements = count + lane * kWidth > 0;  // the block, at its first lane
+  if (own.exists && lane < kChoices && has_elements) *Slice::scale_at(own.scales, i) = scale;
+  for_quantized<Op, kWrites>(slice, [&](int list) {
+    const int state = list - kState0;
+    const int chooser = threadIdx.x % kRowLanes - lane + state;
+    encoder[state] = kChoices == 1 ? own_encoder : __shfl_sync(kWholeWarp, own_encoder, chooser);
+  });
+}
+
 template <class Op, unsigned kWrites, bool kWhole, int kWidth, class Slice>
 __device__ inline void store_packs(const Slice& slice, int i, int count,
                                    const Vector<float, kWidth> (&x)[kLists]) {
-  uint32_t largest[kMaxStates];
-  share_largest<Op, kWrites>(slice, count, x, largest);
+  float encoder[kMaxStates] = {};
+  bool quantized = false;
+  for_quantized<Op, kWrites>(slice, [&](int) { quantized = true; });
+  if (quantized) store_scales<Op, kWrites>(slice, i, count, x, encoder);
   Pack<kWidth> weight, remainder;
   const bool split =
       Slice::Column::kSplit && (kWrites & bit(kParam)) && is_remainder(slice(kParam));
@@ -287,11 +374,9 @@ __device__ inline void store_packs(const Slice& slice, int i, int count,
       pack = narrow(x[list].lane, stored);
     } else if (may_be_quantized<Op, Slice>(list)) {
       with_quantizer_of<Op>(list, type, [&](auto quantizer) {
-        const float scale = quantizer.scale(largest[list - kState0]);
-        const Vector<float, kWidth> encoder(quantizer.encoder(scale));
+        const Vector<float, kWidth> factor(encoder[list - kState0]);
         const Vector<float, kWidth> offset(quantizer.offset(kSteps<Op>));
-        if (i % kBlock == 0 && count > 0) *slice.scale_at(list, i) = scale;
-        pack = lower_bytes(quantizer.encode(x[list], encoder, offset).lane);
+        pack = lower_bytes(quantizer.encode(x[list], factor, offset).lane);
       });
     }
     store_pack<kWhole>(slice.columns[list], i, count, pack, may_be_quantized<Op, Slice>(list));

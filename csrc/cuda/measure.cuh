@@ -37,18 +37,18 @@ __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, in
                 kTiles = kWhole || kInFlight < 4 ? kInFlight : 2;
   const int last = last_start<Slice, kPack>(end);
   for (int start = begin + threadIdx.x * kPack; start < last; start += kTiles * kTile) {
-    Packs<kPack> packs[kTiles];
+    ListPacks<kPack> packs[kTiles];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int i = start + tile * kTile;
-      load_packs<Op, kReads, kWhole>(slice, i, part<kPack>(i, end), packs[tile]);
+      load_packs<Op, kReads, kWhole>(slice, i, elements_in_pack<kPack>(i, end), packs[tile]);
     }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const int i = start + tile * kTile, count = part<kPack>(i, end);
+      const int i = start + tile * kTile, count = elements_in_pack<kPack>(i, end);
       Vector<float, kPack> x[kLists] = {};
       widen_packs<Op, kReads>(slice, count, packs[tile], x);
-      run<true>(op, slice, i, x);
+      run_and_round<true>(op, slice, i, x);
       if constexpr (Op::kMetered) counter.count<Op>(slice, i, count, x);
 #pragma unroll
       for (int list = 0; list < kLists; ++list) {
@@ -152,14 +152,14 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
   }
 }
 
-// Blocks per multiprocessor to have registers for. LAMB's four lists spill with 80 registers, and
-// two blocks of them have 57 KB of loads in flight; five spill with 128, and so do three of a
-// metered op.
-HD constexpr int measuring_blocks(unsigned used, bool metered, Encoded encoded_lists) {
-  const bool encoded = encoded_lists != Encoded::kNone;
+// Blocks per multiprocessor to have registers for: more would spill.
+HD constexpr int measuring_blocks(unsigned used, bool metered, Encoded encoded) {
   const int lists = count_lists(used);
   if (metered) return 1;
-  return (lists == 1 ? 4 : lists <= 3 ? 3 : lists == 4 ? 2 : 1 + encoded) / (encoded ? 2 : 1);
+  if (encoded != Encoded::kNone) return lists == 1 ? 2 : 1;
+  if (lists == 1) return 4;
+  if (lists <= 3) return 3;
+  return lists == 4 ? 2 : 1;  // LAMB's four: two blocks have 57 KB of loads in flight
 }
 
 // The outputs of a pass, norm and largest magnitude of each row: [measures][rows], either may be
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kLanes, measuring_blocks((Op::kReads | Op::kWr
   constexpr int kCount = Sums<Op>::kCount;
   finish_empty_rows(view, kCount, out);
   if (blockIdx.x >= view.chunk_count) return;  // a table without elements: one block and no chunk
-  if (!view.is_meant(view.chunks[blockIdx.x].row)) return;
+  if (!view.is_in_pass(view.chunks[blockIdx.x].row)) return;
   measure_chunk<Op, kMissing, kEncoded>(view, 0, 0, meter);
   finish_row(view, kCount, out, tickets);
 }

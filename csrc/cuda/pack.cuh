@@ -55,7 +55,7 @@ struct Pack {
 
 // How many of kWidth elements from i on are before the end: zero or less past it. kWhole: all are.
 template <int kWidth, bool kWhole = false>
-__device__ inline int part(int i, int end) {
+__device__ inline int elements_in_pack(int i, int end) {
   return kWhole || end - i >= kWidth ? kWidth : end - i;
 }
 
@@ -176,17 +176,10 @@ __device__ inline void widen(const Pack<kWidth>& pack, DType dtype, float (&valu
   });
 }
 
-// The bytes of a pack as floats: below the bits of 2^23 a byte is a float already. (Converting
+// Byte k of the word plus 2^23, as a float: its bits are the lower ones of that. (Converting
 // integers has a quarter of the rate.)
-template <bool kSign, int kWidth>
-__device__ inline void bytes_to_float(const Pack<kWidth>& pack, float (&value)[kWidth]) {
-  static_assert(kWidth % 4 == 0);
-#pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
-    const uint32_t bytes = pack.word[k / 4] ^ (kSign ? 0x80808080u : 0u);
-    const uint32_t bits = __byte_perm(bytes, 0x4b000000u, 0x7440u | k % 4);
-    value[k] = bits_float(bits) - (kSign ? 0x800080p0f : 0x800000p0f);
-  }
+__device__ inline float byte_above_2_23(uint32_t word, int k) {
+  return bits_float(__byte_perm(word, 0x4b000000u, 0x7440u | k));
 }
 
 // The lower bytes of `bits`.

@@ -44,6 +44,7 @@ struct Vector {
 AMPFUSE_LANEWISE(fma)
 AMPFUSE_LANEWISE(reciprocal_of_normal)
 AMPFUSE_LANEWISE(max_nan)
+AMPFUSE_LANEWISE(absolute)
 AMPFUSE_LANEWISE(min_number)
 AMPFUSE_LANEWISE(saturate)
 AMPFUSE_LANEWISE(select_equal)
@@ -130,8 +131,9 @@ HD Vector<float, kWidth> operator/(const Vector<float, kWidth>& a, const Vector<
 #endif
   return a.of([&](int k) { return a.lane[k] / b.lane[k]; });
 }
-// The same for the root and the reciprocal of an update. A zero has its own way through the root,
-// which 2^-126, lost beside other values, opens: an embedding's rows without a gradient are zeros.
+// The same for 1 / (sqrt(v) + eps) of an update. The second moments of an embedding's rows without
+// a gradient are zero, for which rsqrt() would be infinite: 2^-126 is added, which rounding takes
+// away from all other values in the range.
 template <int kWidth>
 HD Vector<float, kWidth> reciprocal_of_root(const Vector<float, kWidth>& v, float eps) {
 #if defined(__CUDA_ARCH__)

@@ -16,12 +16,12 @@ template <class Pass>
 void for_algorithms(ParamTable& table, const Pass& pass) {
   struct AllRowsAgain {
     Table& rows;
-    ~AllRowsAgain() { rows.only = -1; }
+    ~AllRowsAgain() { rows.only_algorithm = -1; }
   };
   const AllRowsAgain after{table.core()};
   const std::vector<Algorithm>& all = table.algorithms();
   for (const Algorithm algorithm : all) {
-    if (all.size() > 1) after.rows.only = algorithm.index();
+    if (all.size() > 1) after.rows.only_algorithm = algorithm.index();
     pass(algorithm);
   }
 }

@@ -177,9 +177,10 @@ class World {
   }
   void set(int64_t row, int list, int64_t i, float value) {
     const RowSpec& spec = specs_[size_t(row)];
+    const DType type = this->type(row, list);
     char stored[4];
-    store_float(stored, spec.types[list], 0, value);
-    const int64_t size = element_size(spec.types[list]);
+    store_float(stored, type, 0, value);
+    const int64_t size = element_size(type);
     buffer(row, list)->write(size_t((i + spec.misaligned) * size), stored, size_t(size));
   }
   const std::vector<char>& bytes(int64_t row, int list) {
@@ -258,11 +259,11 @@ class World {
     }
     const StepState* const decided = knows_decision ? state.get() : nullptr;
     for (const Algorithm algorithm : algorithms) {
-      table->only = algorithms.size() > 1 ? algorithm.index() : -1;
+      table->only_algorithm = algorithms.size() > 1 ? algorithm.index() : -1;
       backend().first_stage(*table, algorithm, decided, stream);
       backend().update(*table, algorithm, decided, meter, stream);
     }
-    table->only = -1;
+    table->only_algorithm = -1;
   }
 
   const bool on_cuda;
