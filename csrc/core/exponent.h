@@ -50,26 +50,34 @@ HD F exponential(const F& a) {
   return select_equal(bounded, F(kLeast), F(0.0f), e.power * scale);
 }
 
-// 2^w within two units of FP32, for w from -254 to 0; some smaller number where FP32 has no normal
-// numbers left. It is cheaper than exponential(), for factors of something that is small there
-// anyway. w = n + f with |f| <= 1 / 2, and n is added to the exponent.
-template <class F>
+// 2^w within two units of FP32, or with kShort within 2.9e-6 of itself, for w from -254 to 0; some
+// smaller number where FP32 has no normal numbers left. It is cheaper than exponential(), for
+// factors of something that is small there anyway. w = n + f with |f| <= 1 / 2, and n is added to
+// the exponent.
+template <bool kShort, class F>
 HD F two_to(const F& w) {
   const F shifted = w + F(kRoundToInteger);
   const F f = w - (shifted - F(kRoundToInteger));
-  F power = fma(F(1.32647e-3f), f, F(9.67151e-3f));
-  power = fma(power, f, F(5.550734e-2f));
-  power = fma(power, f, F(2.4022242e-1f));
-  power = fma(power, f, F(6.9314698e-1f));
+  F power;
+  if constexpr (kShort) {
+    power = fma(F(9.581047e-3f), f, F(5.590597e-2f));
+    power = fma(power, f, F(2.4024145e-1f));
+    power = fma(power, f, F(6.9312435e-1f));
+  } else {
+    power = fma(F(1.32647e-3f), f, F(9.67151e-3f));
+    power = fma(power, f, F(5.550734e-2f));
+    power = fma(power, f, F(2.4022242e-1f));
+    power = fma(power, f, F(6.9314698e-1f));
+  }
   power = fma(power, f, F(1.0f));
   using Bits = decltype(bits_of(w));
   const Bits bits = bits_of(power) + shift_left<23>(bits_of(shifted));
   return from_bits(w, max_signed(bits, Bits(0u)));
 }
 
-// log(x) to the last digits but one; -inf of zero.
+// log(x) to the last digits but one; -inf of zero. x itself if it is infinite, negative or NaN.
 HD double logarithm(double x) {
-  if (!(x > 0.0) || !(x < 1.7e308)) return x == 0.0 ? -double(bits_float(0x7f800000u)) : x;
+  if (!(x > 0.0) || !(x < 1.7e308)) return x == 0.0 ? -double(bits_float(kInfinityBits)) : x;
   uint64_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   int exponent = int(bits >> 52) - 1023;

@@ -113,7 +113,9 @@ template <class Op, class Run>
 HD void with_instance(const NnArgs& args, const Run& run) {
   with_lists<Op>(args, [&](auto lists) HD_LAMBDA {
     with_storage(args.image.dtype, [&](auto storage) HD_LAMBDA {
-      run(lists, std::integral_constant<DType, decltype(storage)::kType>());
+      constexpr DType kType = decltype(storage)::kType;
+      run(std::integral_constant<unsigned, lists | half_images(kType)>(),
+          std::integral_constant<DType, kType>());
     });
   });
 }

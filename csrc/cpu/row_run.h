@@ -41,11 +41,7 @@ struct RowLanes {
 
   // `count` of kRowGroups have values.
   HD void merge_groups(int count) {
-    for (int offset = kRowGroups / 2; offset > 0; offset /= 2) {
-      for (int lane = 0; lane < offset && lane + offset < count; ++lane)
-        merge_at<Scalar>(lane, offset);
-      count = count < offset ? count : offset;
-    }
+    merge_row_groups(count, [&](int i, int other) HD_LAMBDA { merge_at<Scalar>(i, other - i); });
   }
 
  private:

@@ -57,22 +57,45 @@ struct Coefs {
   }
 };
 
+template <DType kType, int kWidth>
+__device__ inline ImagePacks<kType> columns_of(const NnArgs& args, int image, int64_t row,
+                                               const ChannelRange<kWidth>& range) {
+  return ImagePacks<kType>(args.images[image], row * args.image.channels + range.c, false);
+}
+
+// Packs of the images in kImages. kAligned: the result of aligned(); a test of each pack would keep
+// the loads of a row waiting for those of the row before.
+template <unsigned kImages, DType kType, bool kAligned, int kWidth>
+__device__ inline void load_images(const NnArgs& args, int64_t row,
+                                   const ChannelRange<kWidth>& range,
+                                   Vector<float, kWidth> (&x)[kMaxImages]) {
+#pragma unroll
+  for (int i = 0; i < kMaxImages; ++i) {
+    if (!(kImages & bit(i))) continue;
+    const auto columns = columns_of<kType>(args, i, row, range);
+    widen(load_pack<kAligned, kWidth>(columns, 0, range.count), kType, x[i].lane);
+  }
+}
+template <unsigned kImages, DType kType, bool kAligned, int kWidth>
+__device__ inline void store_images(const NnArgs& args, int64_t row,
+                                    const ChannelRange<kWidth>& range,
+                                    const Vector<float, kWidth> (&x)[kMaxImages]) {
+#pragma unroll
+  for (int i = 0; i < kMaxImages; ++i) {
+    if (!(kImages & bit(i))) continue;
+    const auto columns = columns_of<kType>(args, i, row, range);
+    store_pack<kAligned>(columns, 0, range.count, narrow<kType>(x[i].lane));
+  }
+}
+
 // Loads a pack of each image that the op reads, calls run(step, x, bits) for kStep channels at a
-// time, bits being those of the mask, and stores what the op writes. kAligned: the result of
-// aligned(); a test of each pack would keep the loads of a row waiting for those of the row before.
+// time, bits being those of the mask, and stores what the op writes.
 template <class Op, unsigned kLists, DType kType, bool kAligned, int kStep, int kWidth, class Run>
 __device__ inline void for_pack(const NnArgs& args, int64_t row, const ChannelRange<kWidth>& range,
                                 const Run& run) {
   constexpr unsigned kRead = kLists & Op::kReads, kWritten = kLists & Op::kWrites;
-  const auto packs = [&](int image) {
-    return RowPacks<kType>(args.images[image], row * args.image.channels + range.c, false);
-  };
   Vector<float, kWidth> x[kMaxImages] = {};
-#pragma unroll
-  for (int i = 0; i < kMaxImages; ++i) {
-    if (kRead & bit(i))
-      widen(load_pack<kAligned, kWidth>(packs(i), 0, range.count), kType, x[i].lane);
-  }
+  load_images<kRead, kType, kAligned>(args, row, range, x);
   const int64_t mask_byte = row * args.image.mask_bytes() + range.c / kPack;
   uint32_t bits = (kRead & kMask) && args.mask ? args.mask[mask_byte] : 0xffu;
   if (kWidth < kPack) bits >>= range.c % kPack;
@@ -92,10 +115,7 @@ __device__ inline void for_pack(const NnArgs& args, int64_t row, const ChannelRa
       for (int lane = 0; lane < kStep; ++lane) x[i].lane[k + lane] = each[i].lane[lane];
     }
   }
-#pragma unroll
-  for (int i = 0; i < kMaxImages; ++i) {
-    if (kWritten & bit(i)) store_pack<kAligned>(packs(i), 0, range.count, narrow<kType>(x[i].lane));
-  }
+  store_images<kWritten, kType, kAligned>(args, row, range, x);
   if constexpr (kWritten & kMask) {
     static_assert(kWidth == kPack, "a byte of the mask is of one thread");
     args.mask[mask_byte] = uint8_t(kAligned ? written : written & ((1u << range.count) - 1));
@@ -324,11 +344,11 @@ __global__ void __launch_bounds__(kLanes) finish_kernel(NnArgs args) {
 constexpr int kRowsAtOnce = 4;  // rows of a thread in flight together
 
 // The layout of a block's threads: `width` packs wide, a power of two, and each has `rows` rows.
-struct Grid {
+struct MapGrid {
   int width = 1, rows = 2 * kRowsAtOnce;
   int64_t columns, blocks;
 
-  explicit Grid(const ImageRows& image) {
+  explicit MapGrid(const ImageRows& image) {
     const int64_t packs = ceil_div(image.channels, kPack);
     while (width < packs && width < 32) width *= 2;
     columns = ceil_div(packs, width);
@@ -341,7 +361,7 @@ struct Grid {
 // Goes backwards over the rows: sums have just gone forwards, and the end of what they read is
 // still in the L2 cache.
 template <class Op, unsigned kLists, DType kType, bool kAligned>
-__global__ void __launch_bounds__(kLanes) map_kernel(NnArgs args, Grid grid) {
+__global__ void __launch_bounds__(kLanes) map_kernel(NnArgs args, MapGrid grid) {
   const ImageRows& image = args.image;
   const int64_t block = grid.blocks - 1 - blockIdx.x;
   const ChannelRange<kPack> range(image,
@@ -382,7 +402,7 @@ void start(const NnArgs& args, cudaStream_t stream) {
              kLanes, stream, args);
     }
   } else {
-    const Grid grid(image);
+    const MapGrid grid(image);
     launch(NamedKernel{Op::kName, map_kernel<Op, kLists, kType, kAligned>}, grid.blocks, kLanes,
            stream, args, grid);
   }
@@ -394,11 +414,12 @@ template <class Op>
 void NnDeviceKernel<Op>::run(const NnArgs& args, cudaStream_t stream) {
   with_lists<Op>(args, [&](auto lists) {
     with_storage(args.image.dtype, [&](auto storage) {
-      constexpr unsigned kLists = decltype(lists)::value;
       constexpr DType kType = decltype(storage)::kType;
+      constexpr unsigned kLists = lists | half_images(kType);
+      const bool whole = aligned(args, kLists);
       if constexpr (Op::kKind != PassKind::kChannelSum && Op::kKind != PassKind::kChannelMap) {
-        start_rows<Op, kLists, kType>(args, aligned(args, kLists), stream);
-      } else if (aligned(args, kLists)) {
+        start_rows<Op, lists, kType>(args, whole, stream);
+      } else if (whole) {
         start<Op, kLists, kType, true>(args, stream);
       } else {
         start<Op, kLists, kType, false>(args, stream);

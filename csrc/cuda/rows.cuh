@@ -16,6 +16,21 @@ namespace ampfuse {
 constexpr int kGroupThreads = kRowWidth / kPack;
 static_assert(kRowGroups * kGroupThreads == kLanes, "a block has the groups of a row");
 
+// Where a thread is in its block: `groups` groups of kGroupThreads have a row.
+struct RowPlace {
+  int groups, group, thread;  // of the row; of the group
+  int first_group;            // the row's, among those of the block
+  int64_t row;
+
+  __device__ explicit RowPlace(int groups_of_row) : groups(groups_of_row) {
+    const int of_block = threadIdx.x / kGroupThreads;
+    group = of_block % groups;
+    first_group = of_block - group;
+    thread = threadIdx.x % kGroupThreads;
+    row = blockIdx.x * int64_t(kRowGroups / groups) + of_block / groups;
+  }
+};
+
 // The kernel instance knows the type.
 template <DType kType>
 __device__ inline void assume_type([[maybe_unused]] const NnArgs& args) {
@@ -26,13 +41,13 @@ __device__ inline void assume_type([[maybe_unused]] const NnArgs& args) {
 
 // The matrix from element `first` on, where a pack begins.
 template <DType kType>
-struct RowPacks {
+struct ImagePacks {
   static constexpr DType dtype = kType;
   static constexpr bool kEncoded = false, kSplit = false;
   char* data;
   bool aligned;
 
-  __device__ RowPacks(void* base, int64_t first, bool whole)
+  __device__ ImagePacks(void* base, int64_t first, bool whole)
       : data(static_cast<char*>(base) + first * element_size(kType)), aligned(whole) {}
   __device__ char* at(int i) const { return global_at(data, i * int(element_size(kType))); }
   __device__ bool wide() const { return aligned; }
@@ -47,7 +62,7 @@ __device__ inline int count_columns(int64_t columns, int64_t c) {
 template <DType kType, bool kAligned>
 __device__ inline void load_columns(const NnArgs& args, int image, int64_t row, int64_t c,
                                     int count, float (&x)[kPack]) {
-  const RowPacks<kType> packs(args.images[image], row * args.image.channels + c, false);
+  const ImagePacks<kType> packs(args.images[image], row * args.image.channels + c, false);
   widen(load_pack<kAligned, kPack>(packs, 0, count), kType, x);
 }
 
@@ -81,23 +96,21 @@ __device__ inline void merge_group(Vector<float, kPack> (&value)[Op::kValues], i
 template <class Op, bool kPlain, DType kType, bool kAligned>
 __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int groups) {
   const int64_t columns = args.image.channels, spans = ceil_div(columns, kSpanColumns);
-  const int block_group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
-  const int group = block_group % groups;
-  const int64_t row = blockIdx.x * int64_t(kRowGroups / groups) + block_group / groups;
-  const bool exists = row < args.image.rows;
+  const RowPlace place(groups);
+  const bool exists = place.row < args.image.rows;
   const float* weights = args.vectors[Op::kWeight];
 
   using F = Vector<float, kPack>;
   F value[Op::kValues];
   Op::start(value);
-  for (int64_t span = group; exists && span < spans; span += groups) {
-    const int64_t begin = span * kSpanColumns + thread * kPack;
+  for (int64_t span = place.group; exists && span < spans; span += groups) {
+    const int64_t begin = span * kSpanColumns + place.thread * kPack;
     const int64_t end = begin + kSpanColumns < columns ? begin + kSpanColumns : columns;
 #pragma unroll 4
     for (int64_t c = begin; c < end; c += kRowWidth) {
       const int count = count_columns<kAligned>(columns, c);
       F x, weight(1.0f);
-      load_columns<kType, kAligned>(args, Op::kInput, row, c, count, x.lane);
+      load_columns<kType, kAligned>(args, Op::kInput, place.row, c, count, x.lane);
 #pragma unroll
       for (int k = 0; k < kPack; ++k) {
         if (k >= count) x.lane[k] = Op::kAbsent;
@@ -108,26 +121,23 @@ __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int gro
   }
 
   __shared__ float of_groups[kRowGroups][Op::kValues];
-  merge_group<Op>(value, thread, of_groups[block_group]);
+  float (*const of_row)[Op::kValues] = of_groups + place.first_group;
+  merge_group<Op>(value, place.thread, of_row[place.group]);
   __syncthreads();
-  if (thread != 0 || group != 0 || !exists) return;
-  int count = spans < kRowGroups ? int(spans) : kRowGroups;
-  for (int offset = kRowGroups / 2; offset > 0; offset /= 2) {
-    for (int i = 0; i < offset && i + offset < count; ++i)
-      Op::merge(of_groups[block_group + i], of_groups[block_group + i + offset]);
-    count = count < offset ? count : offset;
-  }
-  Op::finish(args, row, of_groups[block_group]);
+  if (place.thread != 0 || place.group != 0 || !exists) return;
+  merge_row_groups(spans < kRowGroups ? int(spans) : kRowGroups,
+                   [&](int i, int other) { Op::merge(of_row[i], of_row[other]); });
+  Op::finish(args, place.row, of_row[0]);
 }
 
 constexpr int kPacksEach = 8;  // packs of a thread
 
 // The layout of a block's threads: 2^log packs wide.
-struct RowGrid {
+struct RowMapGrid {
   int log = 0;
   int64_t column_blocks, blocks;
 
-  explicit RowGrid(const ImageRows& image) {
+  explicit RowMapGrid(const ImageRows& image) {
     const int64_t packs = ceil_div(image.channels, kPack);
     while (1 << log < packs && 1 << log < kLanes) ++log;
     column_blocks = ceil_div(packs, kPacksEach << log);
@@ -137,7 +147,7 @@ struct RowGrid {
 
 // Goes backwards over the rows: what the sum read last is still in the L2 cache.
 template <class Op, bool kPlain, DType kType, bool kAligned>
-__global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid grid) {
+__global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowMapGrid grid) {
   const int64_t columns = args.image.channels;
   const unsigned block = gridDim.x - 1 - blockIdx.x, column_blocks = unsigned(grid.column_blocks);
   const int64_t row =
@@ -178,7 +188,7 @@ __global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowGrid gr
           if (k == hit) x[k] = of_target;
       }
     }
-    store_pack<kAligned>(RowPacks<kType>(args.images[Op::kOutput], row * columns + c, false), 0,
+    store_pack<kAligned>(ImagePacks<kType>(args.images[Op::kOutput], row * columns + c, false), 0,
                          count, narrow<kType>(x));
   }
 }
@@ -207,6 +217,51 @@ __device__ inline void load_affine(const void* data, DType dtype, int64_t c, int
   }
 }
 
+// The sums over a row, for all of its threads. In a group, halves of threads are added first, then
+// halves of a pack. A thread gives half of its values away at each step and adds the others, of
+// which one is left in the end.
+template <int kSums>
+__device__ inline void sum_over_row(const RowPlace& place, int64_t columns,
+                                    const float (&value)[kPack][kSums], float (&sums)[kSums]) {
+  static_assert(kGroupThreads == 2 * kPack, "the last two threads add the same value");
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) {
+    float kept[kPack];
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) kept[k] = value[k][i];
+#pragma unroll
+    for (int half = kPack / 2; half > 0; half /= 2) {
+      const bool upper = place.thread & 2 * half;
+#pragma unroll
+      for (int k = 0; k < half; ++k) {
+        const float given = upper ? kept[k] : kept[k + half];
+        kept[k] = (upper ? kept[k + half] : kept[k]) + __shfl_xor_sync(kWholeWarp, given, 2 * half);
+      }
+    }
+    sums[i] = kept[0] + __shfl_xor_sync(kWholeWarp, kept[0], 1);
+#pragma unroll
+    for (int half = kPack / 2; half > 0; half /= 2)
+      sums[i] += __shfl_xor_sync(kWholeWarp, sums[i], 2 * half);
+  }
+  if (place.groups == 1) return;
+  __shared__ float of_groups[kRowGroups][kSums];
+  float (*const of_row)[kSums] = of_groups + place.first_group;
+  __syncthreads();  // the sums of an earlier stage have been read
+  if (place.thread == 0) {
+    for (int i = 0; i < kSums; ++i) of_row[place.group][i] = sums[i];
+  }
+  __syncthreads();
+  if (place.thread == 0 && place.group == 0) {
+    const int64_t spans = ceil_div(columns, kPassColumns);
+    merge_row_groups(spans < kRowGroups ? int(spans) : kRowGroups, [&](int i, int other) {
+      for (int k = 0; k < kSums; ++k) of_row[i][k] += of_row[other][k];
+    });
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sums[i] = of_row[0][i];
+}
+
 // One thread's part of a pass over a row. kHeld: rows are held in registers, kHeld packs a thread,
 // with weights and biases of type kAffine. Their packs are aligned and whole, and each group has
 // one span at most: all of it is loaded once, before any of it is used. 0: rows are not held.
@@ -214,18 +269,22 @@ template <class Op, unsigned kLists, DType kType, DType kAffine, int kHeld>
 struct RowPass {
   using Column = std::conditional_t<kHeld, int, int64_t>;
   const NnArgs& args;
-  int64_t row;
-  int group, groups, thread;
-  bool exists, aligned;
-  Column own = Column(group) * kPassColumns + thread * kPack;  // the thread's first
-  Column rest = exists ? Column(args.image.channels) - own : 0;
+  RowPlace place;
+  bool aligned, exists;
+  Column own, rest;  // the thread's first column, and how many the row has from there on
   float coef[Op::kCoefs] = {};
   Pack<kPack> held[kMaxImages][kHeld ? kHeld : 1] = {};
+
+  __device__ RowPass(const NnArgs& arguments, int groups, bool whole)
+      : args(arguments), place(groups), aligned(whole), exists(place.row < args.image.rows) {
+    own = Column(place.group) * kPassColumns + place.thread * kPack;
+    rest = exists ? Column(args.image.channels) - own : 0;
+  }
 
   // run(slot, c, count) for each pack, c columns after the first.
   template <class Run>
   __device__ void for_packs(const Run& run) const {
-    for (Column span = 0; span < rest; span += Column(groups) * kPassColumns) {
+    for (Column span = 0; span < rest; span += Column(place.groups) * kPassColumns) {
 #pragma unroll kHeld ? kHeld : 1
       for (int i = 0; i < (kHeld ? kHeld : kPassPacks); ++i) {
         const Column c = span + i * kRowWidth;
@@ -235,8 +294,8 @@ struct RowPass {
     }
   }
 
-  __device__ RowPacks<kType> packs(int image, Column c) const {
-    return {args.images[image], row * args.image.channels + own + c, aligned};
+  __device__ ImagePacks<kType> packs(int image, Column c) const {
+    return {args.images[image], place.row * args.image.channels + own + c, aligned};
   }
   __device__ Pack<kPack> load(int image, Column c, int count) const {
     return load_pack<kHeld != 0, kPack>(packs(image, c), 0, count);
@@ -285,94 +344,58 @@ struct RowPass {
     }
   }
 
-  // Stage kStage, those that follow, and the map; kKnown: the images that are held.
+  // The sums of stage kStage; kKnown: the images that are held.
+  template <int kStage, unsigned kKnown>
+  __device__ void sum() {
+    constexpr unsigned kWritten = Op::writes(kLists, kStage);
+    float value[kPack][Op::kSums] = {};
+    for_packs([&](int slot, Column c, int count) {
+      float x[kMaxImages][kPack] = {}, weight[kPack];
+      widen_images<Op::reads(kLists, kStage), kKnown>(slot, c, count, x);
+      if constexpr (kWritten != 0) {
+        for_columns(x, [](int, float (&each)[kMaxImages]) { Op::template first<kLists>(each); });
+        store_images<kWritten>(slot, c, count, x);
+      }
+      load_affine<kAffine>(args.affine.weight, args.affine.dtype, own + c, count, 1.0f, weight);
+      for_columns(x, [&](int k, float (&each)[kMaxImages]) {
+        if (k < count) Op::template add<kStage, kLists>(each, coef, weight[k], 1u, value[k]);
+      });
+    });
+    float sums[Op::kSums];
+    sum_over_row(place, args.image.channels, value, sums);
+    if (exists) Op::template finish_stage<kStage>(args, place.row, sums, coef);
+  }
+
+  template <unsigned kKnown>
+  __device__ void map() {
+    for_packs([&](int slot, Column c, int count) {
+      float x[kMaxImages][kPack] = {}, weight[kPack], bias[kPack];
+      widen_images<Op::reads(kLists, Op::kStages), kKnown>(slot, c, count, x);
+      load_affine<kAffine>(args.affine.weight, args.affine.dtype, own + c, count, 1.0f, weight);
+      load_affine<kAffine>(args.affine.bias, args.affine.dtype, own + c, count, 0.0f, bias);
+      for_columns(x, [&](int k, float (&each)[kMaxImages]) {
+        Op::template apply<kLists>(each, coef, weight[k], bias[k]);
+      });
+      store_images<Op::writes(kLists, Op::kStages)>(slot, c, count, x);
+    });
+  }
+
+  // Stage kStage, those that follow, and the map; kKnown: the images that are held already.
   template <int kStage = 0, unsigned kKnown = 0>
   __device__ void run() {
-    constexpr unsigned kRead = Op::reads(kLists, kStage), kWritten = Op::writes(kLists, kStage);
+    constexpr unsigned kRead = Op::reads(kLists, kStage);
     // (Three images of FP16 take two registers more than there are.)
     constexpr bool kFits = kType != DType::kFloat16 || count_lists(kRead) < 3;
     constexpr unsigned kNow = kFits ? kRead : kKnown;
     if (kHeld) hold<(kNow & ~kKnown)>();
     // (Its loads are in flight together with the row.)
-    if (kStage == 0 && exists) Op::template begin<kLists>(args, row, coef);
+    if (kStage == 0 && exists) Op::template begin<kLists>(args, place.row, coef);
     if constexpr (kStage < Op::kStages) {
-      float value[kPack][Op::kSums] = {};
-      for_packs([&](int slot, Column c, int count) {
-        float x[kMaxImages][kPack] = {}, weight[kPack];
-        widen_images<kRead, kNow>(slot, c, count, x);
-        if constexpr (kWritten != 0) {
-          for_columns(x, [](int, float (&each)[kMaxImages]) { Op::template first<kLists>(each); });
-          store_images<kWritten>(slot, c, count, x);
-        }
-        load_affine<kAffine>(args.affine.weight, args.affine.dtype, own + c, count, 1.0f, weight);
-        for_columns(x, [&](int k, float (&each)[kMaxImages]) {
-          if (k < count) Op::template add<kStage, kLists>(each, coef, weight[k], 1u, value[k]);
-        });
-      });
-      float sums[Op::kSums];
-      sum_groups(value, sums);
-      if (exists) Op::template finish_stage<kStage>(args, row, sums, coef);
-      run<kStage + 1, (kKnown | kRead | kWritten)>();
+      sum<kStage, kNow>();
+      run<kStage + 1, (kKnown | kRead | Op::writes(kLists, kStage))>();
     } else {
-      for_packs([&](int slot, Column c, int count) {
-        float x[kMaxImages][kPack] = {}, weight[kPack], bias[kPack];
-        widen_images<kRead, kNow>(slot, c, count, x);
-        load_affine<kAffine>(args.affine.weight, args.affine.dtype, own + c, count, 1.0f, weight);
-        load_affine<kAffine>(args.affine.bias, args.affine.dtype, own + c, count, 0.0f, bias);
-        for_columns(x, [&](int k, float (&each)[kMaxImages]) {
-          Op::template apply<kLists>(each, coef, weight[k], bias[k]);
-        });
-        store_images<kWritten>(slot, c, count, x);
-      });
+      map<kNow>();
     }
-  }
-
-  // The sums over the row, for all of its threads. In a group, halves of threads are added first,
-  // then halves of a pack. A thread gives half of its values away at each step and adds the others,
-  // of which one is left in the end.
-  __device__ void sum_groups(float (&value)[kPack][Op::kSums], float (&sums)[Op::kSums]) {
-    static_assert(kGroupThreads == 2 * kPack, "the last two threads add the same value");
-    __shared__ float of_groups[kRowGroups][Op::kSums];
-    const int block_group = threadIdx.x / kGroupThreads;
-#pragma unroll
-    for (int i = 0; i < Op::kSums; ++i) {
-      float kept[kPack];
-#pragma unroll
-      for (int k = 0; k < kPack; ++k) kept[k] = value[k][i];
-#pragma unroll
-      for (int half = kPack / 2; half > 0; half /= 2) {
-        const bool upper = thread & 2 * half;
-#pragma unroll
-        for (int k = 0; k < half; ++k) {
-          const float given = upper ? kept[k] : kept[k + half];
-          kept[k] =
-              (upper ? kept[k + half] : kept[k]) + __shfl_xor_sync(kWholeWarp, given, 2 * half);
-        }
-      }
-      sums[i] = kept[0] + __shfl_xor_sync(kWholeWarp, kept[0], 1);
-#pragma unroll
-      for (int half = kPack / 2; half > 0; half /= 2)
-        sums[i] += __shfl_xor_sync(kWholeWarp, sums[i], 2 * half);
-    }
-    if (groups == 1) return;
-    __syncthreads();
-    if (thread == 0) {
-      for (int i = 0; i < Op::kSums; ++i) of_groups[block_group][i] = sums[i];
-    }
-    __syncthreads();
-    const int64_t spans = ceil_div(args.image.channels, kPassColumns);
-    int count = spans < kRowGroups ? int(spans) : kRowGroups;
-    if (thread == 0 && group == 0) {
-      for (int offset = kRowGroups / 2; offset > 0; offset /= 2) {
-        for (int g = 0; g < offset && g + offset < count; ++g)
-          for (int i = 0; i < Op::kSums; ++i)
-            of_groups[block_group + g][i] += of_groups[block_group + g + offset][i];
-        count = count < offset ? count : offset;
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < Op::kSums; ++i) sums[i] = of_groups[block_group - group][i];
   }
 };
 
@@ -384,15 +407,7 @@ template <class Op, unsigned kLists, DType kType, DType kAffine, int kHeld>
 __global__ void __launch_bounds__(kLanes, (kPassBlocks<Op, kLists, kHeld>))
     row_pass_kernel(NnArgs args, int groups, bool aligned) {
   assume_type<kType>(args);
-  const int block_group = threadIdx.x / kGroupThreads;
-  const int64_t row = blockIdx.x * int64_t(kRowGroups / groups) + block_group / groups;
-  RowPass<Op, kLists, kType, kAffine, kHeld> pass{args,
-                                                  row,
-                                                  block_group % groups,
-                                                  groups,
-                                                  int(threadIdx.x % kGroupThreads),
-                                                  row < args.image.rows,
-                                                  aligned};
+  RowPass<Op, kLists, kType, kAffine, kHeld> pass(args, groups, aligned);
   pass.run();
 }
 
@@ -413,7 +428,7 @@ void start_plain_rows(const NnArgs& args, cudaStream_t stream) {
     launch(NamedKernel{Op::kName, row_sum_kernel<Op, kPlain, kType, kAligned>},
            ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups);
   } else {
-    const RowGrid grid(image);
+    const RowMapGrid grid(image);
     launch(NamedKernel{Op::kName, row_map_kernel<Op, kPlain, kType, kAligned>}, grid.blocks, kLanes,
            stream, args, grid);
   }

@@ -115,7 +115,7 @@ struct CrossEntropyLoss : CrossEntropy {
   HD static double loss_of(const NnArgs& args, int64_t row, double lse, double smooth) {
     const int64_t target = args.targets[row], columns = args.image.channels;
     if (target == args.ignored) return 0.0;
-    if (!exists(args, target)) return double(bits_float(0x7fc00000u));
+    if (!exists(args, target)) return double(bits_float(kNanBits));
     const float logit = load_float(args.images[kLogits], args.image.dtype, row * columns + target);
     const double loss = double(target_weight(args, row)) * (lse - double(logit));
     if (is_plain(args)) return loss;

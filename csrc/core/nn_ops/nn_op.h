@@ -71,6 +71,16 @@ constexpr int kSpanColumns = 32 * kRowWidth;
 constexpr int kPassColumns = 8 * kRowWidth;
 constexpr int kRowGroups = 16;
 
+// Merges the values of a row's `count` groups into the first one: merge(i, j) merges those of group
+// j into those of i.
+template <class Merge>
+HD void merge_row_groups(int count, const Merge& merge) {
+  for (int offset = kRowGroups / 2; offset > 0; offset /= 2) {
+    for (int i = 0; i < offset && i + offset < count; ++i) merge(i, i + offset);
+    count = count < offset ? count : offset;
+  }
+}
+
 struct ImageRows {
   int64_t rows = 0, channels = 0;
   DType dtype = DType::kNone;
@@ -87,6 +97,12 @@ struct ImageRows {
 
 constexpr int kMaxImages = 5, kMaxVectors = 8;
 constexpr unsigned kMask = bit(kMaxImages);
+// Among the lists of an instance: its images are FP16 or BF16, whose digits need no more than 2^-16
+// of a value.
+constexpr unsigned kHalfImages = bit(kMaxImages + 1);
+HD constexpr unsigned half_images(DType dtype) {
+  return element_size(dtype) == 2 ? kHalfImages : 0;
+}
 
 // All arguments of a pass; an op names their indices. Absent ones are null.
 struct NnArgs {
