@@ -87,7 +87,7 @@ bool apply_op(const Op& given, const Walk& walk) {
                                   [&](int64_t i, int n, auto, const auto& fetch, const auto& after)
                                       HD_LAMBDA { run_staged<F>(op, lists, i, n, fetch, after); });
     } else if constexpr (!Types::kByVectors) {
-      apply_blocks<F, Op>(
+      found = apply_blocks<F, Op>(
           walk, types,
           [&](int64_t i, int n, auto whole, const auto& fetch, const auto& after) HD_LAMBDA {
             run_block<F, Op::kWrites, decltype(whole)::value, Types>(op, lists, i, n, fetch, after);

@@ -53,7 +53,7 @@ inline int log_slices(int64_t chunks, Encoded encoded) {
   constexpr int64_t kManyBlocks = 1 << 14;
   static_assert((kChunk >> kLog) % kTile == 0, "a slice is whole tiles");
   int log = kLog;
-  while (encoded != Encoded::kNone && log > 0 && chunks << (log - 1) >= kManyBlocks) --log;
+  while (encoded != Encoded::kNone && log > 0 && (chunks << (log - 1)) >= kManyBlocks) --log;
   return log;
 }
 

@@ -1,6 +1,7 @@
 // The CUDA backend: the kernel that each call launches. An update that needs its own norms (LAMB)
-// launches two. So a step is two launches for any table, inspect (or prepare, without an
-// inspection) and update; LAMB's and LARC's are three.
+// launches two. So a step is two launches for any table of one optimizer, inspect (or prepare,
+// without an inspection) and update; LAMB's and LARC's are three, Muon's four with its matrix
+// products between.
 #include <cuda_runtime.h>
 
 #include <type_traits>

@@ -318,6 +318,7 @@ __device__ inline void make_scale(const Block& block, float& scale, float& encod
 
 // Stores the scales of a pack's blocks, and hands out the factors that encode their values. Each
 // lane computes those of one state, which takes many instructions, and gives them to the others.
+// All lanes of a warp call, as of share_largest().
 template <class Op, unsigned kWrites, int kWidth, class Slice>
 __device__ inline void store_scales(const Slice& slice, int i, int count,
                                     const Vector<float, kWidth> (&x)[kLists],
@@ -343,8 +344,8 @@ __device__ inline void store_scales(const Slice& slice, int i, int count,
   });
   float scale, own_encoder;
   make_scale(own, scale, own_encoder);
-  const bool has_elements = count + lane * kWidth > 0;  // the block, at its first lane
-  if (own.exists && lane < kChoices && has_elements) *Slice::scale_at(own.scales, i) = scale;
+  const int from_first_lane = count + lane * kWidth;  // elements from the block's first lane on
+  if (own.exists && lane < kChoices && from_first_lane > 0) *Slice::scale_at(own.scales, i) = scale;
   for_quantized<Op, kWrites>(slice, [&](int list) {
     const int state = list - kState0;
     const int chooser = threadIdx.x % kRowLanes - lane + state;

@@ -388,11 +388,11 @@ struct RowPass {
     constexpr bool kFits = kType != DType::kFloat16 || count_lists(kRead) < 3;
     constexpr unsigned kNow = kFits ? kRead : kKnown;
     if (kHeld) hold<(kNow & ~kKnown)>();
-    // (Its loads are in flight together with the row.)
+    // (Here, not before hold(): the coefficients' loads overlap with the row's.)
     if (kStage == 0 && exists) Op::template begin<kLists>(args, place.row, coef);
     if constexpr (kStage < Op::kStages) {
       sum<kStage, kNow>();
-      run<kStage + 1, (kKnown | kRead | Op::writes(kLists, kStage))>();
+      run<kStage + 1, (kNow | Op::writes(kLists, kStage))>();
     } else {
       map<kNow>();
     }

@@ -171,10 +171,11 @@ Meter StepPlan::meter_of(const std::vector<at::Tensor>& buffers) {
 // Returns a function that takes the next decision back, after first stages, which change no more.
 std::function<void()> StepPlan::undo_of_decision() {
   return [this, state = inspector_.state_bytes().clone(), counts = table_.steps().clone(),
-          knew_norm = inspector_.knows_norm] {
+          inspector_knew = inspector_.knows_norm, plan_knew = knew_norm] {
     inspector_.state_bytes().copy_(state);
     table_.steps().copy_(counts);
-    inspector_.knows_norm = knew_norm;
+    inspector_.knows_norm = inspector_knew;
+    knew_norm = plan_knew;
     collected_at_ = -1;
   };
 }

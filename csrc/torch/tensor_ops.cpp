@@ -277,7 +277,10 @@ struct Placed {
   const at::Tensor& tensor;
 };
 
-void convert(MapOp op, std::initializer_list<Placed> lists) {
+// Runs Op over one tensor in several lists. Those that it only reads keep their version: a weight
+// of a split master may be saved for a backward pass.
+template <class Op>
+void convert(std::initializer_list<Placed> lists) {
   const at::Tensor& first = lists.begin()->tensor;
   Table table({first.numel()});
   for (const auto& [list, type, tensor] : lists) {
@@ -292,8 +295,11 @@ void convert(MapOp op, std::initializer_list<Placed> lists) {
     table.set(list, 0, tensor.data_ptr(), type);
   }
   const DeviceScope scope(first.device());
-  scope.backend().map(table, op, {}, scope.stream());
-  for (const Placed& placed : lists) bump_version(placed.tensor);
+  scope.backend().map(table, MapOp::of<Op>(), {}, scope.stream());
+  for (const Placed& placed : lists) {
+    const int list = placed.list >= kScale0 ? placed.list - kScale0 + kState0 : placed.list;
+    if (Op::kWrites & bit(list)) bump_version(placed.tensor);
+  }
 }
 
 DType remainder_type(const at::Tensor& model) {
@@ -320,31 +326,31 @@ struct Quantized {
 }  // namespace
 
 void join_master(const at::Tensor& model, const at::Tensor& remainder, const at::Tensor& out) {
-  convert(MapOp::of<JoinOp>(), {{kParam, remainder_type(model), remainder},
-                                {kModel, dtype_of(model), model},
-                                {kTarget, DType::kFloat32, out}});
+  convert<JoinOp>({{kParam, remainder_type(model), remainder},
+                   {kModel, dtype_of(model), model},
+                   {kTarget, DType::kFloat32, out}});
 }
 
 void split_master(const at::Tensor& master, const at::Tensor& model, const at::Tensor& remainder) {
-  convert(MapOp::of<SplitOp>(), {{kParam, remainder_type(model), remainder},
-                                 {kModel, dtype_of(model), model},
-                                 {kSource, DType::kFloat32, master}});
+  convert<SplitOp>({{kParam, remainder_type(model), remainder},
+                    {kModel, dtype_of(model), model},
+                    {kSource, DType::kFloat32, master}});
 }
 
 void decode_state(const std::string& algorithm, int64_t state, const std::string& storage,
                   const TensorList& lists, const at::Tensor& out) {
   const Quantized quantized(algorithm, state, storage, lists);
-  convert(MapOp::of<DecodeOp>(), {{kState0, quantized.type, quantized.values},
-                                  {kScale0, DType::kFloat32, quantized.scales},
-                                  {kTarget, DType::kFloat32, out}});
+  convert<DecodeOp>({{kState0, quantized.type, quantized.values},
+                     {kScale0, DType::kFloat32, quantized.scales},
+                     {kTarget, DType::kFloat32, out}});
 }
 
 void encode_state(const std::string& algorithm, int64_t state, const at::Tensor& value,
                   const std::string& storage, const TensorList& lists) {
   const Quantized quantized(algorithm, state, storage, lists);
-  convert(MapOp::of<EncodeOp>(), {{kState0, quantized.type, quantized.values},
-                                  {kScale0, DType::kFloat32, quantized.scales},
-                                  {kSource, DType::kFloat32, value}});
+  convert<EncodeOp>({{kState0, quantized.type, quantized.values},
+                     {kScale0, DType::kFloat32, quantized.scales},
+                     {kSource, DType::kFloat32, value}});
 }
 
 void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,

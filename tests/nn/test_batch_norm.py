@@ -209,6 +209,15 @@ def test_the_residual_has_the_gradient_that_was_written_over(device):
         assert torch.allclose(tensor.grad, gradient, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_only_training_counts_batches(dtype):
+    x, count = channels_last(*NCHW).to(dtype), torch.tensor(0)
+    running = [torch.zeros(NCHW[1], dtype=dtype), torch.ones(NCHW[1], dtype=dtype)]
+    for training in (True, False):
+        nn_ops().batch_norm_act(x, None, None, None, *running, training, 0.1, 1e-5, True, count)
+    assert count == 1
+
+
 def test_gradients_that_somebody_holds_are_left_alone():
     x, w = (channels_last(*NCHW) for _ in range(2))
     y = norm(x.requires_grad_())

@@ -137,6 +137,11 @@ def test_several_dimensions_and_views():
     torch.testing.assert_close(y.double(), expected, rtol=4e-3, atol=1e-5)
 
 
+def test_a_norm_without_a_mean_has_no_bias():
+    with pytest.raises(ValueError, match="an RMS norm has no bias"):
+        torch.ops.ampfuse.norm(torch.ones(2, 8), None, [8], None, torch.ones(8), 1e-5, False)
+
+
 def test_wrong_shapes_are_told():
     with pytest.raises(ValueError, match=r"normalized_shape \(5,\) does not match .*\(3, 4\)"):
         layer_norm(torch.randn(3, 4), 5)

@@ -74,6 +74,17 @@ def weight_of(master, dtype):
 # --- split masters --------------------------------------------------------------------------------
 
 
+@halves
+def test_a_state_is_read_between_forward_and_backward(dtype):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)).to(dtype)
+    optimizer = ampfuse.optim.AdamW(model.parameters(), master_weights="split")
+    for _ in range(2):
+        loss = model(torch.ones(4, 8, dtype=dtype)).float().sum()
+        optimizer.torch_state_dict()
+        loss.backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("steps", [150, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("larc", [False, True], ids=["alone", "LARC"])
 @halves

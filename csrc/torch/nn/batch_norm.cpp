@@ -273,7 +273,7 @@ Tensor batch_norm_act(const Tensor& x, const OptionalTensor& residual, const Opt
   const bool counts = fuses && training && is_given(num_batches_tracked) &&
                       num_batches_tracked->device() == x.device() &&
                       num_batches_tracked->scalar_type() == at::kLong;
-  if (is_given(num_batches_tracked) && !counts) num_batches_tracked->add_(1);
+  if (training && is_given(num_batches_tracked) && !counts) num_batches_tracked->add_(1);
   if (fuses) {
     const OptionalTensor added =
         is_given(residual) ? OptionalTensor(residual->contiguous(kChannelsLast)) : std::nullopt;

@@ -176,6 +176,7 @@ bool has_kernels(const Tensor& x, const OptionalTensor& residual, const Optional
 variable_list norm(const Tensor& x, const OptionalTensor& residual, at::IntArrayRef shape,
                    const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                    bool centered) {
+  TORCH_CHECK_VALUE(centered || !is_given(bias), "an RMS norm has no bias");
   if (has_kernels(x, residual, weight, bias, shape)) {
     const OptionalTensor added =
         is_given(residual) ? OptionalTensor(residual->contiguous()) : std::nullopt;
