@@ -32,7 +32,7 @@ class Row:
         gb_per_s: these bytes of all parameters in the median time, in 1e9 bytes per second.
         share_of_copy: `gb_per_s` over that of the case's row "copy".
         memory_mib: peak of the tensors that a call allocates; 0 if it was not measured.
-        isa: instruction set of the CPU kernels.
+        isa: instruction set of torch's CPU kernels, or the one asked for.
         peer: package and version, if the variant is neither ours nor torch's.
     """
 

@@ -446,6 +446,14 @@ def test_contribs_fused_adam_steps_on_gradients_that_it_is_given():
     plain.step()
     assert_equal(ps, twins)
     assert_equal(halves, [p.half() for p in ps])
+    # Its own are divided, too, and stay as they were.
+    scaled = [8 * g for g in gradients(2)]
+    for q, g in zip(twins, scaled, strict=True):
+        q.grad = g
+    optimizer.step(grads=[[g.clone() for g in scaled]], scale=8.0)
+    plain.step(scale=8.0)
+    assert_equal(ps, twins)
+    assert all(q.grad is g for q, g in zip(twins, scaled, strict=True))
 
 
 @pytest.mark.parametrize("half", [False, True])

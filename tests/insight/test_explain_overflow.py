@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import logging
 import math
+import os
 import pickle
+import sys
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.nn import functional as F
 import ampfuse
 from ampfuse import amp, insight, optim
 from ampfuse.insight.overflow import _SkipsInARow
-from ampfuse.insight.tracker import Origins
+from ampfuse.insight.tracker import Origins, callers
 from ampfuse.torch_utils import Sample
 from programs import in_two_processes
 
@@ -527,6 +529,29 @@ def test_armed(kind, caplog):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in loop.model.modules())
     assert not loop.optimizer._optimizer_step_post_hooks
     assert "update" not in vars(loop.scaler or loop)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_watches_of_one_scaler_are_removed_in_any_order(first):
+    loop = Loop(mlp(), **LOOPS["torch.amp"])
+    told = []
+    watches = [amp.explain_overflow(loop.model, loop.scaler, after=1) for _ in range(2)]
+    for place, watch in enumerate(watches):
+        watch._after_step = lambda flag, place=place: told.append(place)
+    loop.step(*batch())
+    watches[first].remove()
+    loop.step(*batch())
+    watches[1 - first].remove()
+    loop.step(*batch())
+    assert told == [0, 1, 1 - first]
+
+
+def test_a_package_named_after_torch_is_the_users():
+    library = f"{os.path.dirname(torch.__file__)}vision/ops.py"
+    code = compile("def run(x): return callers(sys._getframe())", library, "exec")
+    names = {"callers": callers, "sys": sys}
+    exec(code, names)
+    assert names["run"](1)[0] == (library, 1)
 
 
 def makes_inf(graph, inputs):

@@ -269,3 +269,10 @@ def test_wrong_use_is_refused():
     model, foreign = amp.initialize(model, foreign, opt_level="O2", verbosity=0)
     with pytest.raises(TypeError, match="RMSprop has a custom step"):
         foreign.meter(every=10)
+
+    class Own(ampfuse.optim.SGD):
+        def step(self, closure=None):
+            pass
+
+    with pytest.raises(TypeError, match="Own has a custom step"):
+        Own([nn.Parameter(torch.ones(1))], lr=1).meter(every=10)

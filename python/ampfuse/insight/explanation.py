@@ -28,8 +28,7 @@ class Explanation:
         aten: the operation as torch dispatched it, such as ``aten._softmax.default``.
         largest_input: largest magnitude among the operation's inputs.
         largest_result: what the result would have reached in a wider type (FP32; for FP32 FP64);
-            inf or NaN if the width is not the cause, None if that is unknown. For a weight that
-            ``amp.initialize`` made inf by its cast: what it was before.
+            inf or NaN if the width is not the cause, None if that is unknown.
         line: the line of the program that called the operation forward.
         scale: the loss scale: that of the scaler, else the factor above 1 of the whole loss.
         dynamic: whether that number adapts itself.

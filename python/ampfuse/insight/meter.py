@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ampfuse._schema import METER_COUNTS, UPDATE_FACTOR
 from ampfuse.insight.reporting import Finding, aligned, dtype_name
-from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.fused import is_fused
 from ampfuse.torch_utils import HALF_DTYPES, Sample, is_captured
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Meter:
             TypeError: the optimizer steps by itself (it is not one of ampfuse's fused ones).
             ValueError: `every` or `history` is not positive.
         """
-        if not isinstance(self._optimizer, FusedOptimizer):
+        if not is_fused(self._optimizer):
             raise TypeError(
                 f"{type(self._optimizer).__name__} has a custom step(), and the meter only works "
                 "with fused ones. Use SGD, Adam, AdamW, Adagrad, LAMB, NovoGrad, Lion or Muon."

@@ -112,9 +112,12 @@ class OverflowWatch:
     def _arm(self, optimizer: Any, after: int) -> None:
         self._skips = _SkipsInARow(after)
         if isinstance(optimizer, torch.amp.GradScaler):
-            update = optimizer.update
+            before, update = optimizer.__dict__.get("update"), optimizer.update
+            is_armed = True
 
             def update_and_tell(*args: Any, **kwargs: Any) -> None:
+                if not is_armed:
+                    return update(*args, **kwargs)
                 states = optimizer._per_optimizer_states.values()
                 flags = [f for s in states for f in s["found_inf_per_device"].values()]
                 here = [flag.to(flags[0].device, non_blocking=True) for flag in flags]
@@ -122,8 +125,18 @@ class OverflowWatch:
                 if here:
                     self._after_step(torch.stack(here).amax())
 
+            def disarm() -> None:
+                nonlocal is_armed
+                is_armed = False
+                if optimizer.__dict__.get("update") is not update_and_tell:
+                    return  # another watch calls it
+                if before is None:
+                    del optimizer.__dict__["update"]
+                else:
+                    optimizer.__dict__["update"] = before
+
             optimizer.update = update_and_tell  # type: ignore[method-assign]
-            self._armed.callback(optimizer.__dict__.pop, "update")
+            self._armed.callback(disarm)
             return
         tells = amp_optimizers(optimizer) if isinstance(optimizer, Optimizer) else []
         if not tells:

@@ -36,10 +36,10 @@ from ampfuse.insight.explanation import Explanation
 from ampfuse.optim.masters import gradient_as_it_is
 from ampfuse.torch_utils import HALF_DTYPES, eager_module
 
-_TORCH = os.path.dirname(torch.__file__)
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _OURS = os.path.dirname(os.path.dirname(__file__))
 # Code that is not the user's, and the files of functions that are written in Python.
-_PARTS = ("amp", "compat", "insight", "nn", "optim", "torch_utils")
+_PARTS = ("amp/", "compat/", "insight/", "nn/", "optim/", "torch_utils.py")
 _INTERNAL = (_TORCH, contextlib.__file__, *(os.path.join(_OURS, part) for part in _PARTS))
 _FUNCTIONAL = (os.path.join(_TORCH, "nn", "functional.py"), os.path.join(_TORCH, "functional.py"))
 _PUBLIC_NAMES = {

@@ -40,14 +40,21 @@ class FusedAdam(fused.FusedAdam):
         scale: Any = 1.0,
         grad_norms: Any = None,
     ) -> Any:
-        """One step, on `grads` divided by `scale` if they are given.
+        """One step, on `grads`, or the parameters' own, divided by `scale`. `.grad` stays scaled.
 
         `grads` and `output_params`, which receive the parameters, rounded, are tensors, or lists of
         them for each group, as many as there are parameters. `grad_norms` are taken anew.
         """
-        for param, grad in zip(parameters(self), _flat(grads), strict=grads is not None):
-            param.grad = None if grad is None else grad.to(param.dtype) / scale
+        params = list(parameters(self))
+        own = [param.grad for param in params]
+        if grads is not None or scale != 1.0:
+            given = own if grads is None else _flat(grads)
+            for param, grad in zip(params, given, strict=True):
+                param.grad = None if grad is None else grad.to(param.dtype) / scale
         result = super().step(closure)
+        if grads is None and scale != 1.0:
+            for param, grad in zip(params, own, strict=True):
+                param.grad = grad
         for out, param in zip(_flat(output_params), parameters(self), strict=False):
             out.copy_(param)
         return result
