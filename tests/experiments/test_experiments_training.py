@@ -19,7 +19,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 from ampfuse._core import EXTENSION as _C
-from ampfuse.experiments import cifar, make_table, mlp
+from ampfuse.experiments import cifar, make_table, mlp, training
 from ampfuse.experiments.command import load_checkpoint, report
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.results import rows_of
@@ -240,6 +240,16 @@ def test_a_divergence_of_o3_says_what_to_do(tmp_path, capsys):
     assert o3["diverged"].keys() == {"step", "reason"}
 
 
+def test_the_other_variants_follow_one_that_skips_every_step(tmp_path, capsys, monkeypatch):
+    """Also if the loss is read less often than every `max_skipped_steps` steps."""
+    monkeypatch.setattr(training, "squared_error", lambda out, _: (out - out).sqrt().mean())
+    line = "--data digits -b 8 --image-size 8 --variant O2 fp32 --repeats 1"
+    assert mlp.main(f"{line} --iterations 120 -p 110 -o {tmp_path}".split()) == 3
+    printed = capsys.readouterr().out
+    assert "O2 batch 8 diverged in step 110: every step overflows" in printed
+    assert "fp32 batch 8 diverged in step 2: the training loss became nan" in printed
+
+
 @pytest.mark.parametrize(
     ("losses", "scale", "skipped", "said"),
     [
@@ -247,14 +257,19 @@ def test_a_divergence_of_o3_says_what_to_do(tmp_path, capsys):
         ([math.inf] * 3, 2.0, [1] * 3, "loss became inf"),
         ([1.0] * 20, 2.0, [1] * 20, None),  # still searching
         ([1.0] * 20, 0.5, [1] * 20, "every step overflows"),
+        ([1.0] * 20, 0.5, [0, 1] * 5 + [1] * 10, "every step overflows"),
+        ([1.0] * 20, 0.5, [1] * 10 + [0] + [1] * 9, None),
         ([1.0, 1.0, math.nan, math.inf, math.nan], 1.0, [0] * 5, "loss became nan"),
     ],
 )
 def test_when_a_run_has_diverged(losses, scale, skipped, said):
-    run = run_of(BASE)
+    run, freq = run_of(BASE), BASE.print_freq
     run.step, run.record = len(losses), Record(losses=losses)
+    for first in range(0, len(losses), freq):
+        overflows = [first + i for i, x in enumerate(skipped[first : first + freq], 1) if x]
+        run.record.intervals.append({"loss_scale": scale, "overflow_steps": overflows})
     with pytest.raises(Diverged, match=said) if said else contextlib.nullcontext():
-        run._check([scale] * len(losses), skipped)
+        run._check()
 
 
 def test_prof_writes_a_trace(tmp_path):

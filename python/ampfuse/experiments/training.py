@@ -230,16 +230,20 @@ class Run:
         }
         record.intervals.append(interval)
         self._bar.set_postfix(loss=interval["loss"])
-        self._check(scales, skipped)
+        self._check()
 
-    def _check(self, scales: Sequence[float], skipped: Sequence[float]) -> None:
-        """Raise Diverged if the interval ends in non-finite losses, or skips all steps. A single
-        non-finite loss is no sign under a dynamic scale, which skips a bad batch."""
-        losses = self.record.losses
-        if not any(map(math.isfinite, losses[-3 if any(skipped) else -1 :])):
+    def _check(self) -> None:
+        """Raise Diverged if the interval ends in non-finite losses, or the last ten steps were
+        skipped at a scale of at most 1. A single non-finite loss is no sign under a dynamic scale,
+        which skips a bad batch."""
+        losses, intervals = self.record.losses, self.record.intervals[-10:]
+        if not any(map(math.isfinite, losses[-3 if intervals[-1]["overflow_steps"] else -1 :])):
             raise Diverged(f"the training loss became {losses[-1]}")
-        if len(skipped) >= 10 and all(skipped) and scales[-1] <= 1.0:
-            raise Diverged(f"every step overflows, even at a loss scale of {scales[-1]:.10g}")
+        at_small_scales = [each for each in intervals if each["loss_scale"] <= 1.0]
+        overflows = {step for each in at_small_scales for step in each["overflow_steps"]}
+        if overflows.issuperset(range(self.step - 9, self.step + 1)):
+            scale = intervals[-1]["loss_scale"]
+            raise Diverged(f"every step overflows, even at a loss scale of {scale:.10g}")
 
     # ---- files -----------------------------------------------------------------------------------
 

@@ -173,6 +173,7 @@ class _Level(Variant):
             fuse=fuse and has_norms,
             verbosity=0,
         )
+        self.optimizer.max_skipped_steps = None  # a run counts them, of all variants alike
         session = self.optimizer._amp_session
         policy, self.scaler = session.policy, session.loss_scalers[0]
         self._scales = policy.model_is_low_precision or policy.loss_scale != 1.0
