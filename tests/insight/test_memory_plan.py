@@ -275,6 +275,19 @@ def test_options_of_the_optimizer_are_kept():
     assert '+ master_weights="split"' not in held
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, ampfuse.optim.AdamW])
+def test_a_group_may_have_its_own_type_of_states(kind):
+    def make(params):
+        groups = [{"params": params[:1], "state_dtype": "bf16"}, {"params": params[1:]}]
+        return kind(groups)
+
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    held = ampfuse.plan(model, torch.randn(4, 64), make, device="cpu").held
+    assert held["O5"]["states"] == (4 + 8) * 4096
+    # A group's type takes precedence over the optimizer's.
+    assert held['+ state_dtype="8bit"']["states"] == 4 * 4096 + 2 * (4096 + 4 * 32)
+
+
 def test_gradients_that_accumulate_live_throughout():
     make, loss_function, batch_of = CASES["text"]
     one, two = (
@@ -313,6 +326,10 @@ def of_values(model, batch):
     return model(batch) * batch.sum().item()
 
 
+def of_group(state_dtype):
+    return lambda params: torch.optim.SGD([{"params": params, "state_dtype": state_dtype}])
+
+
 def test_errors():
     model, batch = nn.Linear(4, 4), torch.randn(2, 4)
     for wrong, error, says in (
@@ -327,6 +344,7 @@ def test_errors():
             "'Adan' is not an optimizer of ampfuse.optim or torch.optim",
         ),
         ({"optimizer": torch.optim.SGD(model.parameters(), 0.1)}, TypeError, "lambda params"),
+        ({"optimizer": of_group("9bit")}, ValueError, "state_dtype is '9bit'"),
         ({"opt_level": "O6"}, ValueError, "one of O0, O1, O2, O3, O4, O5, got 'O6'"),
         ({"budget": "much"}, ValueError, "budget must be"),
         ({"loss_function": of_values}, RuntimeError, "depends on values"),

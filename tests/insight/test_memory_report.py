@@ -104,6 +104,18 @@ def test_eight_bit_states_have_scales_and_small_ones_stay_fp32():
     assert amp.memory_report(model, optimizer).held["states"] == 2 * (4096 + 4 * 32) + 8 * 64
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, ampfuse.optim.AdamW])
+def test_a_group_may_have_its_own_type_of_states(kind):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    groups = [{"params": model[0].parameters(), "state_dtype": "8bit"}]
+    optimizer = kind([*groups, {"params": model[1].parameters()}])
+    if kind is torch.optim.AdamW:  # as torch would have them
+        assert amp.memory_report(model, optimizer).held["states"] == 2 * 8 * 4096
+        amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    expected = 2 * (4096 + 4 * 32) + 8 * 4096
+    assert amp.memory_report(model, optimizer).held["states"] == expected
+
+
 class OwnStep(ampfuse.optim.SGD):
     def step(self, closure=None):
         for param in self.param_groups[0]["params"]:

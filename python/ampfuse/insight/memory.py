@@ -30,6 +30,7 @@ from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.masters import MasterParameter, gradient_as_it_is
 from ampfuse.optim.muon import step_bytes
+from ampfuse.optim.options import RULES, check
 from ampfuse.optim.param_groups import parameters, with_wrapped
 from ampfuse.optim.state import storage_for
 from ampfuse.torch_utils import eager_module
@@ -70,7 +71,7 @@ def memory_report(
     check_types(model, optimizer, "amp.memory_report(model, optimizer, batch)")
     limit = None if budget is None else bytes_of(budget)
     model, inner = eager_module(model), with_wrapped(optimizer)[-1]
-    algorithm, states = algorithm_of(inner), counts_of_states(inner)
+    algorithm, states = algorithm_of(inner), states_of(inner)
     check_owned(model, states, "Pass the model's own optimizer, or one module with all of them.")
     options = {name: getattr(inner, name, None) for name in ("state_dtype", "ema_decay")}
     options["master_weights"] = getattr(inner, "master_weights", False)
@@ -146,18 +147,23 @@ def bytes_of(budget: Any) -> int:
     return int(number)
 
 
-def counts_of_states(optimizer: Optimizer) -> dict[Tensor, int]:
-    """The number of states that the optimizer's kernel has for each parameter of the model."""
-    states: dict[Tensor, int] = {}
+# Of a parameter: the number of its states, and the `state_dtype` of its group if that has one.
+_States = tuple[int, str | None]
+
+
+def states_of(optimizer: Optimizer) -> dict[Tensor, _States]:
+    """The states that the optimizer's kernel has for each parameter of the model."""
+    states: dict[Tensor, _States] = {}
     for group in optimizer.param_groups:
         algorithm = algorithm_of(optimizer, group)
         count = len(algorithm.states_in(group)) if algorithm else 0
-        states |= {getattr(param, "model_param", param): count for param in group["params"]}
+        each = count, group.get("state_dtype")
+        states |= {getattr(param, "model_param", param): each for param in group["params"]}
     return states
 
 
 def held_bytes(
-    model: nn.Module, states: Mapping[Tensor, int], options: Mapping[str, Any]
+    model: nn.Module, states: Mapping[Tensor, _States], options: Mapping[str, Any]
 ) -> dict[str, int]:
     """Bytes by kind, from the sizes of the tensors and the `options` of the optimizer."""
     held = dict.fromkeys(KINDS, 0)
@@ -173,9 +179,12 @@ def held_bytes(
                 held["masters"] += elements * _MASTER[options["master_weights"]]
             if options.get("ema_decay"):
                 held["average"] += elements * _AVERAGE
+            count, of_group = states[tensor]
             if storage in STORAGES:  # otherwise a state has the parameter's type
-                nbytes = storage_for(storage, tensor).nbytes(elements)
-            held["states"] += states[tensor] * nbytes
+                wanted = of_group or storage
+                check("state_dtype", wanted, RULES["state_dtype"])
+                nbytes = storage_for(wanted, tensor).nbytes(elements)
+            held["states"] += count * nbytes
     return held
 
 

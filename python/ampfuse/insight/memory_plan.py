@@ -33,7 +33,7 @@ from ampfuse.amp.policy import LEVELS, Policy, make_policy
 from ampfuse.amp.weights import cast_model
 from ampfuse.half_ops import cpu_half_ops
 from ampfuse.insight.live_memory import LiveMemory, compiled_graphs
-from ampfuse.insight.memory import KINDS, bytes_of, counts_of_states, held_bytes, size
+from ampfuse.insight.memory import KINDS, bytes_of, held_bytes, size, states_of
 from ampfuse.insight.reporting import LossFunction, aligned, loss_of, output_of, same_random_numbers
 from ampfuse.nn import fuse, linear_cross_entropy, recompute_norms
 from ampfuse.optim.fused import algorithm_of
@@ -294,7 +294,7 @@ class PlannedTraining:
             wanted = {**own, **options}
             if fused and wanted["state_dtype"] not in fused.storages:
                 wanted["state_dtype"] = own["state_dtype"]
-            held = held_bytes(model, counts_of_states(optimizer), wanted)
+            held = held_bytes(model, states_of(optimizer), wanted)
             trained = [p for p in model.parameters() if p.requires_grad]
         if self.accumulate and wanted["master_weights"]:
             held["accumulators"] = sum(4 * p.numel() for p in trained if p.dtype in HALF_DTYPES)
