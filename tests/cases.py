@@ -22,7 +22,7 @@ NEEDS_BF16 = pytest.mark.skipif(
     not hardware.cpu_has_bf16(), reason="BF16 is computed in FP32 on this CPU"
 )
 
-CODED = [name for name, storage in STORAGES.items() if storage.block]  # of state_dtype
+QUANTIZED = [name for name, storage in STORAGES.items() if storage.block]  # of state_dtype
 
 _OF_ADAM = {"betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1, "amsgrad": True}
 # Each option alone and all of them together.

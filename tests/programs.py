@@ -41,7 +41,7 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
 
 
 def ranks(size: int, *arguments: object, timeout: float = 120) -> list[str]:
-    """The same, as `size` processes of one group of torch.distributed; their output, by rank.
+    """Run a program as `size` processes of one torch.distributed group; their output, by rank.
 
     If one fails, the others have five seconds more, and the errors of all are reported: the first
     that ends may only have lost the connection to the one that failed.
@@ -86,7 +86,7 @@ def _one_of_two(folder: str, file: str, *jobs: str) -> None:
 
 
 def started(size: int, *arguments: object) -> list[Program]:
-    """The same, not waited for."""
+    """Start a program as `size` processes of one torch.distributed group, without waiting."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     return [
         Program(*arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(size)
@@ -100,7 +100,7 @@ def free_port() -> int:
 
 
 class Program:
-    """The same, started and not waited for."""
+    """A Python program in a forked process. It runs while the test goes on."""
 
     def __init__(self, *arguments: object, **environment: str) -> None:
         self.arguments = [str(argument) for argument in arguments]

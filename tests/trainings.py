@@ -19,7 +19,7 @@ import ampfuse
 from ampfuse import amp, ops, optim
 from ampfuse.compat import apex
 from ampfuse.optim.masters import joined_master
-from cases import CODED, KINDS, LEVELS, OPTIMIZERS, bf16, f16, f32, make
+from cases import KINDS, LEVELS, OPTIMIZERS, QUANTIZED, bf16, f16, f32, make
 from conftest import clean_apex_names, nn_ops
 
 STEPS = 6
@@ -28,23 +28,23 @@ TRUST = 1e-3  # so small that LARC lowers the rates of some tensors
 # How masters and states may be kept; see ampfuse.optim.Options.
 MODES: dict[str, dict[str, Any]] = {
     "split": {"master_weights": "split"},
-    **{name: {"master_weights": True, "state_dtype": name} for name in CODED},
+    **{name: {"master_weights": True, "state_dtype": name} for name in QUANTIZED},
     "bf16": {"master_weights": True, "state_dtype": "bf16", "seed": 3},
     "stochastic": {"rounding": "stochastic", "seed": 2**32 - 1},
     "ema": {"master_weights": True, "ema_decay": 0.9},
     **{
         f"split {name} ema": {"master_weights": "split", "state_dtype": name, "ema_decay": 0.9}
-        for name in CODED
+        for name in QUANTIZED
     },
     "stochastic bf16 ema": {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9},
 }
 
-NOT_PACKED = ("lamb", "novograd-decay")  # of KINDS, those that keep no states in codes
+NOT_QUANTIZABLE = ("lamb", "novograd-decay")  # of KINDS, those whose states cannot be quantized
 
 
-def is_coded(mode: str) -> bool:
-    """Whether a mode of `MODES` keeps states in codes with scales."""
-    return MODES.get(mode, {}).get("state_dtype") in CODED
+def is_quantized(mode: str) -> bool:
+    """Whether a mode of `MODES` quantizes states."""
+    return MODES.get(mode, {}).get("state_dtype") in QUANTIZED
 
 
 def integers(shape: tuple[int, ...], seed: int, limit: int) -> Tensor:
@@ -503,7 +503,7 @@ def registered_runs() -> dict[str, Callable[[], Any]]:
         skipping = {"skip_nonfinite": True, "max_grad_norm": 0.5, "infinite": True}
         add(f"alone {name} skipping", without_scaler, name, master_weights=True, **skipping)
         for title, options in MODES.items():
-            if not (is_coded(title) and name in NOT_PACKED):
+            if not (is_quantized(title) and name in NOT_QUANTIZABLE):
                 add(
                     f"scaler {name} {title}",
                     with_scaler,

@@ -17,7 +17,7 @@ import amp_training
 from amp_training import ORDERS, TIMES, WITH_MASTERS, resume
 from ampfuse import amp, optim
 from ampfuse.optim.masters import MASTERS
-from cases import CODED, KINDS, LEVELS, assert_same, f32, make, make_torch, through_a_file
+from cases import KINDS, LEVELS, QUANTIZED, assert_same, f32, make, make_torch, through_a_file
 from third_party_optimizers import WRAPPERS, KeptInFloat32
 
 OPTIMIZERS = {
@@ -249,14 +249,14 @@ GENERIC = ("RMSprop", "FP32 state", "wrapper")
 MODES_OF_DCP = {
     "whole": {},
     "split": {"master_weights": "split"},
-    **{name: {"state_dtype": name} for name in (*CODED, "bf16")},
+    **{name: {"state_dtype": name} for name in (*QUANTIZED, "bf16")},
     "averages": {"ema_decay": 0.9},
     "stochastic": {"rounding": "stochastic", "master_weights": False},
 }
 
 
 def has_mode(kind, level, mode):
-    if mode in CODED and kind in ("lamb", "novograd-decay"):
+    if mode in QUANTIZED and kind in ("lamb", "novograd-decay"):
         return False  # not theirs
     if (kind, level) == ("RMSprop", "O3"):
         return False  # its step overflows
@@ -315,7 +315,7 @@ def test_momentum_whose_first_step_was_skipped_is_saved_as_that(tmp_path):
     assert again.steps(range(1, 4)) == losses
 
 
-@pytest.mark.parametrize("mode", ["whole", "split", *CODED])
+@pytest.mark.parametrize("mode", ["whole", "split", *QUANTIZED])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_flat_states_resume_or_say_what_they_lack(level, mode, tmp_path):

@@ -11,7 +11,7 @@ import ampfuse
 from ampfuse import _core, amp, ops, optim
 from cases import KINDS, make
 from conftest import nn_ops
-from trainings import MODES, NOT_PACKED, is_coded
+from trainings import MODES, NOT_QUANTIZABLE, is_quantized
 
 # name: the optimizer over parameters, and the launches of its step: inspect or prepare, then the
 # update, which is two for LAMB; LARC measures the weights before.
@@ -50,15 +50,15 @@ def set_gradients(params, bad=False):
 @pytest.mark.parametrize("mode", ["FP32", *MODES])
 @steps
 def test_a_step(make, expected, mode, clip, launches, request):
-    if is_coded(mode) and request.node.callspec.id.startswith(NOT_PACKED):
-        pytest.skip("has no states in codes")
+    if is_quantized(mode) and request.node.callspec.id.startswith(NOT_QUANTIZABLE):
+        pytest.skip("keeps no quantized states")
     params = parameters(torch.float32 if mode == "FP32" else torch.bfloat16)
     optimizer = make(params, max_grad_norm=clip, **MODES.get(mode, {}))
     for step in range(4):
         if step > 0:  # the first has no gradients
             set_gradients(params, bad=step == 3)
-        # The first two make the states, in codes by an operation each.
-        assert launches(optimizer.step) == expected or (is_coded(mode) and step < 2)
+        # The first two make the states, and quantize each by an operation.
+        assert launches(optimizer.step) == expected or (is_quantized(mode) and step < 2)
     optimizer.meter(every=1, changed_bits=True)
     for bad in (False, True):
         set_gradients(params, bad)

@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler as lrs
 from ampfuse import amp, optim
 from ampfuse.graphs import make_graphed_step
 from ampfuse.nn import fuse, recompute_norms
-from cases import CODED, assert_same_bits, bf16, f16, history_of_norms, never_waiting
+from cases import QUANTIZED, assert_same_bits, bf16, f16, history_of_norms, never_waiting
 from cuda_graph_stand_in import StandIn
 from trainings import MODES
 
@@ -134,8 +134,8 @@ def skipping_spikes(training):
 
 for name in ("O2", "adamw"):
     TRAININGS[f"{name}, spikes"] = lambda d, name=name: skipping_spikes(TRAININGS[name](d))
-QUANTIZED = [f"split {coded} ema" for coded in CODED]
-for name in QUANTIZED:
+QUANTIZED_MODES = [f"split {storage} ema" for storage in QUANTIZED]
+for name in QUANTIZED_MODES:
     mode = {"skip_nonfinite": True, "width": 700, **MODES[name], **ADAM}
     TRAININGS[name] = functools.partial(alone, optim.AdamW, bf16, **mode)
 # The first step overflows, two in a row do, one after the scale has grown (7 good steps) and one
@@ -144,7 +144,7 @@ STEPS = 28
 BAD = (0, 4, 5, 14, 20)
 # With a static scale nothing is skipped.
 STATIC = ("O0", "O3", "O4", "O5")
-COMPACT = ("O2, split", "stochastic bf16 ema", *QUANTIZED)
+COMPACT = ("O2, split", "stochastic bf16 ema", *QUANTIZED_MODES)
 
 
 def batches(device, count=STEPS, bad=BAD):
@@ -300,7 +300,7 @@ def test_making_a_step_does_not_train(name, trained, machine):
         new = after.keys() - before.keys()
         start = training.optimizer.defaults.get("initial_accumulator_value", 0)
         for key in new:
-            # Masters and averages start as the weights are; codes under a scale of 0 are zeros.
+            # Masters and averages start as the weights are; with a scale of 0 states are zeros.
             if not key.startswith(("master_param", "ema")) and after[key].dtype != torch.uint8:
                 assert bool((after[key] == start).all()) or "step" in key, key
         after = {key: value for key, value in after.items() if key not in new}

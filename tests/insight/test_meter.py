@@ -10,7 +10,7 @@ import ampfuse
 import trainings
 from ampfuse import amp
 from bits import digest
-from cases import CODED, KINDS, LEVELS, bf16, bits, f16, f32, make
+from cases import KINDS, LEVELS, QUANTIZED, bf16, bits, f16, f32, make
 from conftest import slow_in_emulation
 
 # Around a vector, a strip, a tile and a chunk.
@@ -40,7 +40,7 @@ def bins_of(gradient):
 
 
 METERED = [(d, m) for d in (f16, bf16, f32) for m in ("masters", "none")]
-METERED += [(f16, f"split {coded} ema") for coded in CODED]
+METERED += [(f16, f"split {storage} ema") for storage in QUANTIZED]
 METERED += [(bf16, "split"), (bf16, "stochastic bf16 ema")]
 
 
@@ -48,8 +48,8 @@ METERED += [(bf16, "split"), (bf16, "stochastic bf16 ema")]
 @pytest.mark.parametrize(("dtype", "mode"), METERED)
 @pytest.mark.parametrize("name", KINDS)
 def test_counts_are_those_of_snapshots(name, dtype, mode, device):
-    if trainings.is_coded(mode) and name in trainings.NOT_PACKED:
-        pytest.skip("has no states in codes")
+    if trainings.is_quantized(mode) and name in trainings.NOT_QUANTIZABLE:
+        pytest.skip("keeps no quantized states")
     options = {"masters": {"master_weights": True}, "none": {}, **trainings.MODES}[mode]
     masters = options.get("master_weights", False)
     # The same random bits, in the states alone.

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ampfuse
 from ampfuse import amp, optim
-from cases import CODED, KINDS, LEVELS, bf16, f16, f32, history_of_norms, make
+from cases import KINDS, LEVELS, QUANTIZED, bf16, f16, f32, history_of_norms, make
 from stepping import params_of
 from trainings import MODES, Net, fractions, integers, with_whole_masters
 
@@ -92,7 +92,7 @@ def assert_whole_and_shards_agree(whole, shards, exact=True, case=""):
     saved, others = with_whole_masters(whole)["state"], shards.state_dict()["state"]
     assert saved.keys() == others.keys(), case
     for i, state in saved.items():
-        for key in state.keys() & others[i].keys():  # codes are saved decoded
+        for key in state.keys() & others[i].keys():  # quantized states are saved decoded
             compare(f"{case} {key} of {i}", state[key], others[i][key], exact)
 
 
@@ -201,7 +201,7 @@ def every_place():
 
 
 def every_mode():
-    """The shards of what is kept in codes are whole blocks here."""
+    """The shards of quantized states are whole blocks here."""
     kinds = ("adamw", "sgd-all", "lion-decay")
     for i, options in enumerate(MODES.values()):
         for kind in (kinds[i % 3],) if QUICK else kinds:
@@ -581,7 +581,10 @@ RESUMED = {
     "fp32": Resumed(f32),
     "masters": Resumed(options={"master_weights": True}),
     "split": Resumed(options={"master_weights": "split"}),
-    **{name: Resumed(options={"master_weights": "split", "state_dtype": name}) for name in CODED},
+    **{
+        name: Resumed(options={"master_weights": "split", "state_dtype": name})
+        for name in QUANTIZED
+    },
     "muon": Resumed(options={"master_weights": "split"}, kind="muon"),
     "stochastic": Resumed(
         options={"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9}
@@ -589,7 +592,7 @@ RESUMED = {
     "adagrad": Resumed(options={"master_weights": True}, kind="adagrad-all"),
     "fresh": Resumed(f32, kind="sgd-dampening", steps_before=0),
     "saved whole": Resumed(
-        options={"master_weights": "split", "state_dtype": CODED[0]}, saved_whole=True
+        options={"master_weights": "split", "state_dtype": QUANTIZED[0]}, saved_whole=True
     ),
     "O5": Resumed(f32, level="O5"),
     "O5 split": Resumed(f32, {"master_weights": "split"}, level="O5"),
@@ -631,7 +634,7 @@ def save_and_go_on(folder):
 
 
 def resume(folder):
-    """On as many ranks as there are; equal bits, where no block of codes ends with a shard."""
+    """On as many ranks as there are; equal bits, where no quantized block ends with a shard."""
     for i, (name, resumed) in enumerate(RESUMED.items()):
         model, optimizer, scaler = resumable(resumed)
         if i % 2:  # last_step was read before

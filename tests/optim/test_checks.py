@@ -17,7 +17,7 @@ from ampfuse import amp, optim
 from ampfuse.amp.policy import make_policy
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim.masters import MASTERS, MasterParameter
-from cases import CODED, KINDS, OPTIMIZERS, TORCH_KINDS, bf16, f32, make, make_torch
+from cases import KINDS, OPTIMIZERS, QUANTIZED, TORCH_KINDS, bf16, f32, make, make_torch
 from stepping import give_gradients, params_of, refused, train
 
 ALL = [getattr(optim, kind) for kind in reference.RULES]
@@ -323,7 +323,7 @@ def test_masters_that_the_constructor_was_told(level, own, given, kept):
 
 def ways_of(kind):
     """The ways in which an optimizer of the kind can keep its states."""
-    quantized = [] if kind in ("lamb", "novograd-decay") else CODED
+    quantized = [] if kind in ("lamb", "novograd-decay") else QUANTIZED
     under_amp = ("O5", "O5 split") if kind in TORCH_KINDS else ()
     return ("alone", "masters", *quantized, *under_amp)
 
@@ -332,9 +332,9 @@ def trained(kind, how, steps=2):
     """An optimizer after `steps`."""
     if not how.startswith("O5"):
         more = {"alone": {}, "masters": {"master_weights": True, "ema_decay": 0.9}}
-        more |= {coded: {"state_dtype": coded} for coded in CODED}
+        more |= {storage: {"state_dtype": storage} for storage in QUANTIZED}
         params = parameters(bf16 if how == "masters" else f32)
-        if how in CODED:
+        if how in QUANTIZED:
             params = [nn.Parameter(torch.ones(4096)), *params]
         optimizer = make(kind, params, **more[how])
     else:

@@ -89,7 +89,7 @@ def test_parameters_without_values_of_their_own(case):
 
 @pytest.mark.parametrize("changed", ["shape", "strides"])
 def test_a_parameter_that_changed(changed):
-    """States without codes follow other strides."""
+    """States that are not quantized follow other strides."""
     param = parameters([(64, 64)])[0]
     optimizer = make("adamw", [("body.weight", param)], state_dtype="8bit")
     train(optimizer)

@@ -1,9 +1,9 @@
 """Split masters, states in 8 bits and BF16, stochastic weights, moving averages.
 
-The references are whole FP32 masters, the same step on FP32 states, the map of codes in NumPy, and
-float64. That instruction sets, threads and backends agree, that launches do not grow, and that the
-meter and captured steps know the modes is shown where the same is shown of the others: bits.py,
-test_same_bits.py, test_launches.py, test_meter.py, test_graphs.py.
+The references are whole FP32 masters, the same step on FP32 states, the map of quantized values in
+NumPy, and float64. That instruction sets, threads and backends agree, that launches do not grow,
+and that the meter and captured steps know the modes is shown where the same is shown of the others:
+bits.py, test_same_bits.py, test_launches.py, test_meter.py, test_graphs.py.
 """
 
 import copy
@@ -23,8 +23,8 @@ import stepping
 from ampfuse import amp, optim
 from ampfuse._schema import STORAGES
 from cases import (
-    CODED,
     KINDS,
+    QUANTIZED,
     assert_same,
     bf16,
     bits,
@@ -36,10 +36,10 @@ from cases import (
     through_a_file,
 )
 from stepping import copy_weights, params_of, train, weights
-from trainings import MODES, is_coded
+from trainings import MODES, is_quantized
 
 halves = pytest.mark.parametrize("dtype", [bf16, f16], ids=cases.short)
-PACKED = ("sgd-all", "adam-all", "adamw", "adamw-amsgrad", "adagrad-all", "lion-decay")
+QUANTIZABLE = ("sgd-all", "adam-all", "adamw", "adamw-amsgrad", "adagrad-all", "lion-decay")
 SHAPES = ((4200,), (37, 130), (40, 8, 4, 4), (33,))
 inf, nan = torch.inf, torch.nan
 
@@ -277,17 +277,17 @@ def blocks_of(values):
     return np.pad(flat, (0, -len(flat) % 128)).reshape(-1, 128)
 
 
-@pytest.mark.parametrize("coded", CODED)
-@pytest.mark.parametrize("name", [*PACKED, "sgd-momentum", "adagrad-started"])
-def test_codes_are_those_of_the_map(name, coded, device):
-    """Beside a step on FP32 states, which start as what the codes before it mean."""
+@pytest.mark.parametrize("storage", QUANTIZED)
+@pytest.mark.parametrize("name", [*QUANTIZABLE, "sgd-momentum", "adagrad-started"])
+def test_quantized_values_are_those_of_the_map(name, storage, device):
+    """Beside a step on FP32 states, which start as what the quantized ones before it mean."""
     sizes = (4095, 4096, 4097, 32767, 32769, *((131071, 131073) if name == "adamw" else ()))
     starts = parameters(f32, shapes=[*((size,) for size in sizes), (16, 20, 4, 4)])
     starts.append(nn.Parameter(torch.randn(5003)[3:]))  # aligned to nothing
     params, twins = ([nn.Parameter(p.clone().to(device)) for p in starts] for _ in range(2))
     params[-1].data = torch.cat([params[-1].detach()[:3], params[-1].detach()])[3:]
-    optimizer, exact = make(name, params, state_dtype=coded, seed=5), make(name, twins)
-    suffix = STORAGES[coded].suffix
+    optimizer, exact = make(name, params, state_dtype=storage, seed=5), make(name, twins)
+    suffix = STORAGES[storage].suffix
     for step in range(3):
         for param, twin in zip(params, twins, strict=True):
             size = 10.0 ** torch.randint(-12, 3, param.shape)
@@ -307,11 +307,11 @@ def test_codes_are_those_of_the_map(name, coded, device):
                     assert same_bits(state[key], value)
                     continue
                 blocks, n = blocks_of(value), param.numel()
-                codes, scales = Map(key).encode(blocks)
+                quantized, scales = Map(key).encode(blocks)
                 stored = blocks_of(state[key + suffix])
-                assert np.array_equal(stored.flat[:n], codes.flat[:n]), (step, i, key)
+                assert np.array_equal(stored.flat[:n], quantized.flat[:n]), (step, i, key)
                 assert np.array_equal(state[f"{key}_scale"].cpu().numpy(), scales), (step, i, key)
-                decoded = Map(key).decode(codes, scales).flat[:n]
+                decoded = Map(key).decode(quantized, scales).flat[:n]
                 assert np.array_equal(blocks_of(means[i][key]).flat[:n], decoded), (step, i, key)
                 if Map(key).unsigned:
                     assert (means[i][key][value > 0] > 0).all()
@@ -334,9 +334,9 @@ def test_a_first_moment_without_gradients_reaches_zero():
     assert (param.detach() < before)[alive].all()
 
 
-@pytest.mark.parametrize("coded", CODED)
-@pytest.mark.parametrize("name", PACKED)
-def test_a_gradient_whose_square_is_infinite(name, coded, device):
+@pytest.mark.parametrize("storage", QUANTIZED)
+@pytest.mark.parametrize("name", QUANTIZABLE)
+def test_a_gradient_whose_square_is_infinite(name, storage, device):
     """No NaN: its weights are those of FP32 states, where those are finite, or stand still."""
 
     def trained(mode, outlier):
@@ -349,7 +349,9 @@ def test_a_gradient_whose_square_is_infinite(name, coded, device):
             optimizer.step()
         return param.detach()
 
-    exact, found, without = (trained(*run) for run in (("fp32", 1e30), (coded, 1e30), (coded, 1)))
+    exact, found, without = (
+        trained(*run) for run in (("fp32", 1e30), (storage, 1e30), (storage, 1))
+    )
     assert found.isfinite().all()
     rest = torch.arange(4224).sub(192).abs() > 64  # not of the outlier's block
     assert same_bits(found[rest], without[rest])
@@ -485,11 +487,11 @@ def test_swapping_averages_in_and_out(mode):
 
 
 @pytest.mark.parametrize("mode", [*MODES, *WHOLE])
-@pytest.mark.parametrize("name", [*PACKED, "lamb", "novograd-decay"])
+@pytest.mark.parametrize("name", [*QUANTIZABLE, "lamb", "novograd-decay"])
 def test_resumed_and_copied_optimizers_go_on_with_the_same_bits(name, mode):
     """Resumed by a fresh optimizer or a `used` one, which loads before or after its model."""
-    if is_coded(mode) and name not in PACKED:
-        pytest.skip("has no states in codes")
+    if is_quantized(mode) and name not in QUANTIZABLE:
+        pytest.skip("keeps no quantized states")
     params, options = parameters(bf16, f32, f16, bf16), (MODES | WHOLE)[mode]
     optimizer = make(name, params, max_grad_norm=50.0, **options)
     for steps in (0, 3):
@@ -586,7 +588,7 @@ def test_every_mode_loads_every_other(source, target):
             expected = exact[i][name]
             if target[0] == "bf16":
                 expected = expected.to(bf16).float()
-            if target[0] in CODED and target[0] != source[0] and param.numel() >= 4096:
+            if target[0] in QUANTIZED and target[0] != source[0] and param.numel() >= 4096:
                 expected = Map(name).rounded(expected)
             assert torch.equal(states[i][name], expected)
         master = exact[i].get("master_param", param.detach().float())
@@ -605,7 +607,7 @@ HELD = [
     ({"master_weights": True}, 16),
     ({"master_weights": "split"}, 14),
     ({"master_weights": "split", "state_dtype": "bf16"}, 10),
-    *(({"master_weights": "split", "state_dtype": name}, 8 + 2 * 4 / 128) for name in CODED),
+    *(({"master_weights": "split", "state_dtype": name}, 8 + 2 * 4 / 128) for name in QUANTIZED),
     ({"master_weights": True, "state_dtype": "8bit"}, 10 + 2 * 4 / 128),
     ({"rounding": "stochastic"}, 12),
 ]
@@ -633,8 +635,8 @@ def test_a_groups_choice_stays_its_own():
     plain = optim.AdamW(split)
     for each in (optimizer, plain, optimizer):
         train(each, range(2))
-        packed = ["exp_avg_8bit" in each.state[param] for param in params]
-        assert packed == [each is optimizer] * 2 + [False] * 2
+        quantized = ["exp_avg_8bit" in each.state[param] for param in params]
+        assert quantized == [each is optimizer] * 2 + [False] * 2
         assert ("state_dtype" in each.param_groups[1]) == (each is optimizer)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

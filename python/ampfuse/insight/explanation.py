@@ -74,8 +74,12 @@ class Explanation:
     @property
     def is_harmless(self) -> bool:
         """True while a dynamic loss scale is still adapting: nothing has to be done."""
-        fitting = self.fitting_scale
-        return self.dynamic and fitting is not None and 1 <= fitting < self.scale
+        return self.dynamic and self.helps_to_lower
+
+    @property
+    def helps_to_lower(self) -> bool:
+        """This result fits with a loss scale that is lower, and at least 1."""
+        return self.fitting_scale is not None and 1 <= self.fitting_scale < self.scale
 
     @property
     def suggestion(self) -> str:
@@ -169,8 +173,8 @@ def _suggestion(e: Explanation) -> str:
             "training diverges: lower the learning rate, clip gradients, check the loss and the "
             "data."
         )
-    if e.scale > 1 and e.fitting_scale is not None and e.fitting_scale >= 1:
-        return _of_scale(e, e.fitting_scale)
+    if e.helps_to_lower:
+        return _of_scale(e, e.fitting_scale or 1.0)
     if e.operation == "to":
         return _of_cast(e)
     if e.phase == "backward":

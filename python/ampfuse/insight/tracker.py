@@ -330,7 +330,8 @@ class Tracker(TorchDispatchMode):
             self._last_factor = torch.autograd._get_sequence_nr() - 1, float(by)
 
     def _begin_backward(self) -> None:
-        """At its first operation. A factor of the whole loss, above 1, is the program's scale."""
+        """Called before a backward pass's first operation: if the program multiplied the whole loss
+        by a number above 1, that is its loss scale."""
         self._graph_task = torch._C._current_graph_task_id()
         node: Any = torch._C._current_autograd_node()
         if self._last_factor is not None and not self.scale_is_scalers and node is not None:

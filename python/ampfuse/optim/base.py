@@ -270,7 +270,9 @@ class AmpOptimizer(ScaledGradients):
 def count_skipped_steps(optimizers: Iterable[Any]) -> dict[str, int]:
     """Skipped steps of all optimizers under amp by reason, for a framework's logs. Waits."""
     counts = [one.skipped_steps for each in optimizers for one in amp_optimizers(each)[-1:]]
-    return {f"skipped_steps/{reason}": int(sum(of[reason] for of in counts)) for reason in REASONS}
+    return {
+        f"skipped_steps/{reason}": int(sum(each[reason] for each in counts)) for reason in REASONS
+    }
 
 
 def _of_wrapped(name: str) -> property:

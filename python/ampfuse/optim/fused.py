@@ -14,8 +14,8 @@ from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim.base import AmpOptimizer, tells_schedulers
 from ampfuse.optim.options import (
     ABOVE_0,
+    BOOL_OPTIONS,
     FIXED,
-    FLAGS,
     NUMBER,
     RULES,
     changed_too_late,
@@ -99,7 +99,7 @@ class FusedOptimizer(AmpOptimizer):
             raise TypeError(f"{call} got an unexpected keyword argument {unknown[0]!r}")
         check_options(options)
         for name, value in options.items():
-            setattr(self, name, bool(value) if name in FLAGS and value in (0, 1) else value)
+            setattr(self, name, bool(value) if name in BOOL_OPTIONS and value in (0, 1) else value)
         check_hyper(self.algorithm, arguments)
         check_range(kernel_hyper(self.algorithm, arguments))
         if (fill := self.algorithm.filled_with) is not None:

@@ -139,7 +139,7 @@ def _log_new_skips(
         return
     step = f"Step {history.last_skipped:.0f}"
     reason = REASONS[int(history.last_reason) - 1]
-    if reason not in logs:  # such a step followed the spike before the history was read
+    if reason not in logs:  # the one to log came before it, and its number is not kept
         reason, step = "spike", f"A step before step {history.last_skipped:.0f}"
     if reason == "nonfinite":
         text = (

@@ -140,8 +140,10 @@ def _heads(modules: Mapping[str, nn.Module], tables: Mapping[str, Any]) -> dict[
     last = [*linear][-1:]
     outside = [name for name in as_wide if name in last or not re.search(r"(^|\.)\d", name)]
     if outside:
-        of = {name: vocabularies[len(linear[name].weight)] for name in outside}
-        return {name: f"the head: as many outputs as {of[name]} has rows" for name in outside}
+        embedding = {name: vocabularies[len(linear[name].weight)] for name in outside}
+        return {
+            name: f"the head: as many outputs as {embedding[name]} has rows" for name in outside
+        }
     by_name = re.compile(r"([a-z_]+\.)*(head|lm_head|classifier|(lm_)?heads\.\d+)")
     if named := list(filter(by_name.fullmatch, linear)):
         return dict.fromkeys(named, "the head, by its name")

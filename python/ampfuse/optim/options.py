@@ -105,7 +105,7 @@ def is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
 
 
-FLAG = one_of(True, False)
+IS_BOOL = one_of(True, False)
 NUMBER = Rule(is_number, "a number")
 POSITIVE = Rule(lambda value: 0 < value < math.inf, "positive and finite")
 ABOVE_0 = Rule(lambda value: value > 0, "positive")
@@ -143,10 +143,10 @@ RULES = {
         lambda value: value is None or (type(value) is int and value > 0),
         "a positive integer, or None",
     ),
-    "unscale_grads": FLAG,
+    "unscale_grads": IS_BOOL,
 }
 # Options where 1 and 0 count as True and False.
-FLAGS = {"master_weights", "skip_nonfinite", "unscale_grads"}
+BOOL_OPTIONS = {"master_weights", "skip_nonfinite", "unscale_grads"}
 # Options that rows are made with.
 FIXED = {"master_weights", "rounding"}
 

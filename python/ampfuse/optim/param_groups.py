@@ -65,7 +65,7 @@ def _optimizers_in(value: Any) -> list[Optimizer]:
     return [item for item in items if isinstance(item, Optimizer)]
 
 
-_FLAG = one_of(True, False, None)  # None is False to torch
+_IS_BOOL_OR_NONE = one_of(True, False, None)  # None is False to torch
 _PAIR = Rule(lambda pair: len(pair) == 2 and all(map(is_number, pair)), "two numbers")
 _NORM = one_of(2, math.inf, 0)  # 0 is apex's name of inf
 
@@ -77,11 +77,11 @@ def check_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
             continue
         rule = NUMBER if hyper.index is None else _PAIR
         if hyper.is_flag:
-            rule = _NORM if hyper.off == 2 else _FLAG
+            rule = _NORM if hyper.off == 2 else _IS_BOOL_OR_NONE
         check(hyper.key, group[hyper.key], rule)
     switch = algorithm.last_state_if
     if switch in group and all(hyper.key != switch for hyper in algorithm.hypers):
-        check(str(switch), group[str(switch)], _FLAG)
+        check(str(switch), group[str(switch)], _IS_BOOL_OR_NONE)
 
 
 def kernel_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> dict[str, Any]:

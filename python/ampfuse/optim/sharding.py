@@ -184,7 +184,10 @@ class Gathered:
         self._owned = self._shared_out(costs)
         self._mine = self._owned[me]
         self._begin(
-            [[shards[key] for key in of if self._pieces[key][me].is_first] for of in self._owned],
+            [
+                [shards[key] for key in keys if self._pieces[key][me].is_first]
+                for keys in self._owned
+            ],
             [[self._pieces[key][r].shape for key in self._received_from(r)] for r in self._ranks],
         )
 
@@ -226,7 +229,7 @@ class Gathered:
         """Send each rank its tensors of `out`, and receive some of `shapes` from each."""
         flat = [tensor.reshape(-1) for tensors in out for tensor in tensors]
         sent = torch.cat([self._like.new_empty(0), *flat])
-        sizes = [sum(map(math.prod, of)) for of in shapes]
+        sizes = [sum(map(math.prod, of_rank)) for of_rank in shapes]
         self._expected, self._received = shapes, sent.new_empty(sum(sizes))
         # As bytes: not every backend supports half precision.
         self._work: Any = dist.all_to_all_single(
@@ -241,9 +244,9 @@ class Gathered:
     def _end(self) -> list[list[Tensor]]:
         """The tensors that came from each rank."""
         self._work.wait()
-        sizes = [math.prod(shape) for of in self._expected for shape in of]
+        sizes = [math.prod(shape) for shapes in self._expected for shape in shapes]
         tensors = iter(self._received.split(sizes))
-        return [[next(tensors).view(shape) for shape in of] for of in self._expected]
+        return [[next(tensors).view(shape) for shape in shapes] for shapes in self._expected]
 
 
 class _Piece(NamedTuple):
@@ -272,15 +275,15 @@ def _pieces(mesh: DeviceMesh, shape: _Shape, placements: tuple[Any, ...]) -> lis
                 )
                 indices[placement.dim] = parts[place]
         copies = (place for p, place in zip(placements, at, strict=True) if p.is_replicate())
-        sizes = tuple(of.numel() for of in indices)
+        sizes = tuple(index.numel() for index in indices)
         pieces.append(_Piece(_block(indices), sizes, not any(copies)))
     return pieces
 
 
 def _block(indices: list[Tensor]) -> tuple[Any, ...]:
     """The index of a block: slices, or the indices if some dimension has gaps."""
-    flat = [of.view(-1) for of in indices]
-    ends = [(int(of[0]), int(of[-1]) + 1) if len(of) else (0, 0) for of in flat]
-    if any(end - first != len(of) for (first, end), of in zip(ends, flat, strict=True)):
+    flat = [index.view(-1) for index in indices]
+    ends = [(int(index[0]), int(index[-1]) + 1) if len(index) else (0, 0) for index in flat]
+    if any(end - first != len(index) for (first, end), index in zip(ends, flat, strict=True)):
         return tuple(indices)  # of strided shards
     return tuple(slice(first, end) for first, end in ends)

@@ -53,7 +53,7 @@ class StateSpec:
     @property
     def keys(self) -> tuple[str, ...]:
         """All keys that it may have, those of the parameter's shape first."""
-        keys = [of.keys(self.name) for of in STORAGES.values()]
+        keys = [storage.keys(self.name) for storage in STORAGES.values()]
         return tuple(dict.fromkeys([*(first for first, *_ in keys), *itertools.chain(*keys)]))
 
     def shapes(self, param: Tensor, storage: Storage) -> dict[str, tuple[int, ...]]:
@@ -71,7 +71,7 @@ class StateSpec:
         if (value := state.get(self.name)) is None:
             return None
         dtype = getattr(value, "dtype", None)
-        return next((of for of in STORAGES.values() if dtype_of(of) is dtype), FP32)
+        return next((each for each in STORAGES.values() if dtype_of(each) is dtype), FP32)
 
     def values(self, state: dict[str, Any]) -> Tensor:
         """Its values, as float32."""
