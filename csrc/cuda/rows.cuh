@@ -19,16 +19,16 @@ static_assert(kRowGroups * kGroupThreads == kLanes, "a block has the groups of a
 // Where a thread is in its block: `groups` groups of kGroupThreads have a row.
 struct RowPlace {
   int groups, group, thread;  // of the row; of the group
-  int first_group;            // the row's, among those of the block
   int64_t row;
 
   __device__ explicit RowPlace(int groups_of_row) : groups(groups_of_row) {
     const int of_block = threadIdx.x / kGroupThreads;
     group = of_block % groups;
-    first_group = of_block - group;
     thread = threadIdx.x % kGroupThreads;
     row = blockIdx.x * int64_t(kRowGroups / groups) + of_block / groups;
   }
+  // Among the groups of the block, the first one of the row.
+  __device__ int first_group() const { return threadIdx.x / kGroupThreads - group; }
 };
 
 // The kernel instance knows the type.
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int gro
   }
 
   __shared__ float of_groups[kRowGroups][Op::kValues];
-  float (*const of_row)[Op::kValues] = of_groups + place.first_group;
+  float (*const of_row)[Op::kValues] = of_groups + place.first_group();
   merge_group<Op>(value, place.thread, of_row[place.group]);
   __syncthreads();
   if (place.thread != 0 || place.group != 0 || !exists) return;
@@ -245,7 +245,7 @@ __device__ inline void sum_over_row(const RowPlace& place, int64_t columns,
   }
   if (place.groups == 1) return;
   __shared__ float of_groups[kRowGroups][kSums];
-  float (*const of_row)[kSums] = of_groups + place.first_group;
+  float (*const of_row)[kSums] = of_groups + place.first_group();
   __syncthreads();  // the sums of an earlier stage have been read
   if (place.thread == 0) {
     for (int i = 0; i < kSums; ++i) of_row[place.group][i] = sums[i];
