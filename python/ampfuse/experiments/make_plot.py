@@ -96,9 +96,12 @@ def lines(rows: Sequence[Row]) -> Lines:
     found: Lines = {}
     for row in rows:
         point = (row.gpu, row.variant, row.batch_size)
-        same_point = [row for row in rows if (row.gpu, row.variant, row.batch_size) == point]
         conditions = _conditions(row)
-        others = [_conditions(other) for other in same_point]
+        others = [
+            _conditions(other)
+            for other in rows
+            if (other.gpu, other.variant, other.batch_size) == point
+        ]
         differing = [
             name for name in conditions if len({str(o[name]) for o in others if name in o}) > 1
         ]

@@ -173,8 +173,8 @@ def _suggestion(e: Explanation) -> str:
             "training diverges: lower the learning rate, clip gradients, check the loss and the "
             "data."
         )
-    if e.helps_to_lower:
-        return _of_scale(e, e.fitting_scale or 1.0)
+    if e.helps_to_lower and e.fitting_scale is not None:
+        return _of_scale(e, e.fitting_scale)
     if e.operation == "to":
         return _of_cast(e)
     if e.phase == "backward":
