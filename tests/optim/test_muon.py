@@ -66,6 +66,14 @@ def matrices(shapes=SHAPES, dtype=f32, seed=1):
 # --- Newton-Schulz -------------------------------------------------------------------------------
 
 
+@functools.cache
+def error_of_torch(kind, shape):
+    """The largest of its errors of several matrices: one alone may be small by chance."""
+    matrices = [matrix_of(kind, shape, seed) for seed in range(8)]
+    pairs = [(torch_orthogonalized(m), in_float64(m, polynomials_of(JORDAN, 5))) for m in matrices]
+    return max(distance(found, wanted) for found, wanted in pairs)
+
+
 @pytest.mark.parametrize("dtype", [f32, bf16, f16])
 @pytest.mark.parametrize("kind", ["full", "rank one", "decaying"])
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 300), (300, 64), (257, 129)])
@@ -75,15 +83,11 @@ def test_orthogonalized_is_as_near_to_float64_as_torchs(shape, kind, dtype):
     matrix = matrix_of(kind, shape)
     batch = torch.stack([matrix, 3 * matrix]).to(f32 if dtype == f32 else bf16)
     wanted = in_float64(matrix, polynomials_of(JORDAN, 5))
-    # With rank one, rounding errors are orthogonalized too.
-    factor = 2 if kind == "rank one" else 1.5
     result = orthogonalized(batch, polynomials_of(JORDAN, 5), 1e-7, 0.5, dtype)
     assert result.dtype == dtype
     assert result.shape == (2, *shape)
     for each in result:
-        assert distance(2 * each.to(f64), wanted) <= factor * distance(
-            torch_orthogonalized(matrix), wanted
-        )
+        assert distance(2 * each.to(f64), wanted) <= 1.5 * error_of_torch(kind, shape)
     if dtype == f32:
         assert distance(2 * result[0].to(f64), wanted) < 1e-3
 
@@ -124,16 +128,17 @@ def test_the_reference_in_bf16_has_the_bits_of_torchs(shape):
     assert same_bits(in_products_of(bf16, matrix, [JORDAN] * 5), torch_orthogonalized(matrix))
 
 
-@pytest.mark.parametrize("dtype", [f32, bf16, f16])
+# Five steps round the factor of a small matrix, in FP16 near the subnormal numbers.
+@pytest.mark.parametrize(("dtype", "error"), [(f32, 1e-6), (bf16, 5 * 2**-8), (f16, 0.2)])
 @pytest.mark.parametrize("shape", [(8, 8), (8, 64)])
-def test_zeros_stay_zeros_and_small_norms_count_as_eps(shape, dtype):
+def test_zeros_stay_zeros_and_small_norms_count_as_eps(shape, dtype, error):
     given_type = f32 if dtype == f32 else bf16
     polynomials = polynomials_of(JORDAN, 5)
     batch = torch.stack([torch.zeros(shape), 1e-9 * matrix_of("full", shape)]).to(given_type)
     zeros, small = orthogonalized(batch, polynomials, 1e-2, dtype=dtype)
     assert not zeros.any()
     wanted = in_float64(1e-9 * matrix_of("full", shape), polynomials, 1e-2)
-    assert (small.to(f64) - wanted).abs().max() < (1e-3 if dtype == f16 else 1e-6)
+    assert (small.to(f64) - wanted).abs().max() < error * wanted.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [f32, bf16])
