@@ -44,7 +44,7 @@ const std::vector<StorageInfo>& storages() {
   static const std::vector<StorageInfo> found = {
       {"fp32", DType::kFloat32, DType::kFloat32, 32, false, nullptr, 0, 0},
       {"bf16", DType::kRandomBFloat16, DType::kRandomBFloat16, 16, true, nullptr, 0, 0},
-      {"8bit", DType::kSigned8, DType::kUnsigned8, 8, false, "_8bit", kBlock, kMinQuantized},
+      {"8bit", DType::kSigned8, DType::kUnsigned8, 8, false, "_8bit", kScaleBlock, kMinQuantized},
   };
   return found;
 }

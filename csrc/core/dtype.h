@@ -72,8 +72,8 @@ constexpr uint32_t kInfinityBits = 0x7f800000u, kNanBits = 0x7fc00000u;
 
 HD float bfloat16_to_float(uint16_t stored) { return bits_float(uint32_t(stored) << 16); }
 
-// Integer rounding on every backend: the BF16 conversion instructions flush subnormals on x86
-// (VCVTNEPS2BF16) and depend on the architecture on NVIDIA.
+// Integer rounding, but where an instruction gives the same bits: ARM's BFCVTN, and NVIDIA's
+// cvt.rn.bf16x2 of numbers. x86's VCVTNEPS2BF16 flushes subnormals.
 HD uint16_t float_to_bfloat16(float value) {
   const uint32_t bits = float_bits(value);
   if ((bits & 0x7fffffffu) > kInfinityBits) return uint16_t((bits >> 16) | 0x0040u);  // stay a NaN

@@ -46,4 +46,7 @@ HD constexpr int count_lists(unsigned lists) {
   return count;
 }
 
+// The first of the lists.
+HD constexpr int first_list(unsigned lists) { return count_lists((lists & -lists) - 1); }
+
 }  // namespace ampfuse

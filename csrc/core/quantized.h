@@ -124,11 +124,11 @@ HD F model_weight_of(DType param, F x) {
 
 // --- 8-bit quantized values ----------------------------------------------------------------------
 
-// kBlock neighbouring elements of a state share a scale (block-wise quantization: Dettmers et al.,
-// arXiv:2110.02861). Blocks begin with the row, and a chunk is a whole number of them.
-constexpr int kBlock = 128;
+// kScaleBlock neighbouring elements of a state share a scale (block-wise quantization: Dettmers et
+// al., arXiv:2110.02861). Blocks begin with the row, and a chunk is a whole number of them.
+constexpr int kScaleBlock = 128;
 
-HD constexpr int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
+HD constexpr int64_t blocks_of(int64_t numel) { return (numel + kScaleBlock - 1) / kScaleBlock; }
 
 // Magnitudes are companded, so that small ones keep some digits: a quantized value counts steps of
 // a root of the fraction of the scale, the square root for first moments and the fourth root for

@@ -53,7 +53,7 @@ struct TableView {
   // The scale of the block that holds element i of a state, if the state is quantized.
   HD float* scale(int list, int64_t row, int64_t i) const {
     float* scales = static_cast<float*>(pointer(list - kState0 + kScale0, row));
-    return scales ? scales + i / kBlock : nullptr;
+    return scales ? scales + i / kScaleBlock : nullptr;
   }
   HD bool has_gradient(int64_t row) const {
     return pointer(kGrad, row) != nullptr || pointer(kAccumulated, row) != nullptr;

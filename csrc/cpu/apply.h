@@ -25,7 +25,7 @@ HD bool apply_chunk(const Op& op, const Walk& walk, const Types& types) {
   typename F::Magnitude largest;
   for_steps<F::kWidth, Prefetch<Op::kReads>>(
       walk, types, (Op::kReads | Op::kWrites) & ~kRewritten,
-      [&](int64_t i, int count, auto whole, const auto& fetch) __attribute__((always_inline)) {
+      [&](int64_t i, int count, auto whole, const auto& fetch) HD_LAMBDA {
         fetch(0);
         F x[kLists];
         run_vector<F, decltype(whole)::value, Op::kWrites>(op, lists, types, i, count, x);
@@ -44,7 +44,7 @@ HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
   const ChunkLists lists = walk.lists;
   for_steps<kLine, Prefetch<Op::kReads>>(
       walk, types, (Op::kReads | kStored) & ~kRewritten,
-      [&](int64_t i, int, auto, const auto& fetch) __attribute__((always_inline)) {
+      [&](int64_t i, int, auto, const auto& fetch) HD_LAMBDA {
         F model[kVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
@@ -62,11 +62,11 @@ HD void apply_streaming(const Op& op, const Walk& walk, const Types& types) {
 // Applies an op to one chunk by blocks: run(i, count, whole, fetch, after) runs it on one.
 template <class F, class Op, class Types, class Run>
 HD bool apply_blocks(const Walk& walk, const Types& types, const Run& run) {
-  static_assert(kChunk % kBlock == 0);
+  static_assert(kChunk % kScaleBlock == 0);
   typename F::Magnitude largest;
-  for_steps<kBlock, Prefetch<Op::kReads>>(
+  for_steps<kScaleBlock, Prefetch<Op::kReads>>(
       walk, types, (Op::kReads | Op::kWrites) & ~kRewritten,
-      [&](int64_t i, int count, auto whole, const auto& fetch) __attribute__((always_inline)) {
+      [&](int64_t i, int count, auto whole, const auto& fetch) HD_LAMBDA {
         run(i, count, whole, fetch, [&](int64_t, int, auto, const F(&x)[kLists]) HD_LAMBDA {
           include_checked<Op>(x, largest);
         });

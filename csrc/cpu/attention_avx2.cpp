@@ -1,5 +1,5 @@
 // The kernels of attention.h, for AVX2.
-#include "attention_run.h"
+#include "attention_kernels.h"
 #include "simd_avx2.h"
 
 namespace ampfuse {

@@ -1,5 +1,5 @@
 // The kernels of attention.h, for AVX-512.
-#include "attention_run.h"
+#include "attention_kernels.h"
 #include "simd_avx512.h"
 
 namespace ampfuse {

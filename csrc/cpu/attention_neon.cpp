@@ -1,5 +1,5 @@
 // The kernels of attention.h, for NEON.
-#include "attention_run.h"
+#include "attention_kernels.h"
 #include "simd_neon.h"
 
 namespace ampfuse {

@@ -1,5 +1,5 @@
 // The kernels of attention.h, for NEON with BF16 instructions.
-#include "attention_run.h"
+#include "attention_kernels.h"
 #include "simd_neon.h"
 
 namespace ampfuse {

@@ -1,5 +1,5 @@
 // The kernels of attention.h, for plain C++.
-#include "attention_run.h"
+#include "attention_kernels.h"
 #include "simd_scalar.h"
 
 namespace ampfuse {

@@ -25,9 +25,10 @@ struct CpuCache : TableCache {
   std::vector<int64_t> cost;  // [chunk_count + 1] of the chunks before each
 };
 
-TableView view_of(Table& table) {
-  TableView view = table.view();
+// Made at the first use.
+CpuCache& cache_of(Table& table) {
   if (!table.cache) {
+    const TableView view = table.view();
     auto cache = std::make_unique<CpuCache>();
     cache->coefs.resize(view.rows);
     cache->partials.resize(kMeasures * view.chunk_count);
@@ -40,7 +41,12 @@ TableView view_of(Table& table) {
     }
     table.cache = std::move(cache);
   }
-  auto& cache = static_cast<CpuCache&>(*table.cache);
+  return static_cast<CpuCache&>(*table.cache);
+}
+
+TableView view_of(Table& table) {
+  CpuCache& cache = cache_of(table);
+  TableView view = table.view();
   view.coefs = cache.coefs.data();
   view.partials = cache.partials.data();
   view.norms = cache.norms.data();
@@ -51,7 +57,7 @@ TableView view_of(Table& table) {
 // the tensors.
 template <class Body>
 void for_chunks(Table& table, const Body& body) {
-  const std::vector<int64_t>& cost = static_cast<CpuCache&>(*table.cache).cost;
+  const std::vector<int64_t>& cost = cache_of(table).cost;
   share_out(cost.back(), [&](int64_t piece, int64_t pieces) {
     const auto boundary = [&](int64_t i) {
       const int64_t target = int64_t(double(cost.back()) * double(i) / double(pieces));

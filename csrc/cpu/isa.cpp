@@ -71,11 +71,9 @@ Isa isa() {
 }
 
 const char* cpu_isa() {
-  const Isa chosen = isa();
-  for (const auto& [name, each, _] : kCandidates) {
-    if (each == chosen) return name;
-  }
-  return "scalar";
+  const Candidate* choice = kCandidates;
+  while (choice->isa != isa()) ++choice;
+  return choice->name;
 }
 
 }  // namespace ampfuse

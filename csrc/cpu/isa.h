@@ -3,10 +3,10 @@
 
 namespace ampfuse {
 
-struct Scalar;    // every machine has it, and every other must give its bits
+struct Scalar;    // every machine has it; of every number, the others give its bits
 struct Avx2;      // with F16C and FMA
 struct Avx512;    // F, BW, DQ, VL
-struct Neon;      // of every 64-bit ARM
+struct Neon;      // every 64-bit ARM has it
 struct NeonBf16;  // with instructions for BF16
 
 enum class Isa { kScalar, kAvx2, kAvx512, kNeon, kNeonBf16 };

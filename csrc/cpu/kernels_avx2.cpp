@@ -1,7 +1,7 @@
 // The kernels of a header of ops, for AVX2.
 #include AMPFUSE_OPS_HEADER
 
-#include "run.h"
+#include "op_kernels.h"
 #include "simd_avx2.h"
 
 namespace ampfuse {

@@ -1,7 +1,7 @@
 // The kernels of a header of ops, for AVX-512.
 #include AMPFUSE_OPS_HEADER
 
-#include "run.h"
+#include "op_kernels.h"
 #include "simd_avx512.h"
 
 namespace ampfuse {

@@ -1,7 +1,7 @@
 // The kernels of a header of ops, for NEON with BF16 instructions.
 #include AMPFUSE_OPS_HEADER
 
-#include "run.h"
+#include "op_kernels.h"
 #include "simd_neon.h"
 
 namespace ampfuse {

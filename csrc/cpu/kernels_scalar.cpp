@@ -1,7 +1,7 @@
 // The kernels of a header of ops, for every machine.
 #include AMPFUSE_OPS_HEADER
 
-#include "run.h"
+#include "op_kernels.h"
 #include "simd_scalar.h"
 
 namespace ampfuse {

@@ -22,7 +22,7 @@ struct Sums {
   uint32_t largest[kCount];
 };
 
-// A metered pass streams model weights as apply_streaming() does.
+// A metered pass stores model weights past the caches, too, but a vector at a time: it is rare.
 template <class Op>
 constexpr unsigned kStreamed = Op::kMetered ? bit(kModel) : 0;
 
@@ -36,7 +36,7 @@ HD void measure_vector(const ChunkLists& lists, const Types& types, int64_t i, i
       if (lists.streams_model) {
         stream_vector(x[kModel], lists.data[kModel], types(kModel), i);
       } else {
-        store<F, kWhole>(x[kModel], x[kModel], lists, types, kModel, i, count);
+        store_list<F, kWhole>(x[kModel], x[kModel], lists, types, kModel, i, count);
       }
     }
     count_vector<F, kWhole, Op>(types, i, count, x, *counts);
@@ -77,10 +77,9 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
   const auto measure = [&](int64_t i, int n, auto whole, F(&x)[kLists]) HD_LAMBDA {
     measure_vector<Op, decltype(whole)::value>(lists, types, i, n, x, &mine, add_at(i));
   };
-  constexpr int kStep = Types::kByVectors ? F::kWidth : kBlock;
+  constexpr int kStep = Types::kByVectors ? F::kWidth : kScaleBlock;
   for_steps<kStep, Prefetch<Op::kReads>>(
-      walk, types, kFetched,
-      [&](int64_t i, int count, auto whole, const auto& fetch) __attribute__((always_inline)) {
+      walk, types, kFetched, [&](int64_t i, int count, auto whole, const auto& fetch) HD_LAMBDA {
         constexpr bool kWhole = decltype(whole)::value;
         constexpr unsigned kStored = Op::kWrites & ~kStreamed<Op>;
         if constexpr (!Types::kKnown) {
@@ -123,7 +122,7 @@ HD void add_by_lines(const Op& op, const Walk& walk, const Types& types, const f
         F x[kLists];
         run_vector<F, true, Op::kWrites>(op, lists, types, first, F::kWidth, x);
         measure_vector<Op, true>(lists, types, first, F::kWidth, x, nullptr,
-                                 [&](int, const F& value) __attribute__((always_inline)) {
+                                 [&](int, const F& value) HD_LAMBDA {
                                    largest.include(value);
                                    const F square = value * factor;
                                    sum[v] = fma(square, square, sum[v]);

@@ -27,7 +27,7 @@ struct NnKernel {
   // tile_sums is as large.
   static void sum(NnArgs args, const float* coefs, int64_t begin, int64_t end, float* tile_sums,
                   float* sums);
-  // In row_run.h.
+  // In row_kernels.h.
   static void row_sum(NnArgs args, int64_t begin, int64_t end);
   static void row_map(NnArgs args, int64_t begin, int64_t end);
   // affine: the weights of all columns, and from coef_stride() on the biases.

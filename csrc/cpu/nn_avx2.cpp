@@ -1,7 +1,7 @@
 // The kernels of a header of core/nn_ops, for AVX2.
 #include AMPFUSE_OPS_HEADER
 
-#include "row_run.h"
+#include "row_kernels.h"
 #include "simd_avx2.h"
 
 namespace ampfuse {

@@ -1,7 +1,7 @@
 // The kernels of a header of core/nn_ops, for NEON.
 #include AMPFUSE_OPS_HEADER
 
-#include "row_run.h"
+#include "row_kernels.h"
 #include "simd_neon.h"
 
 namespace ampfuse {

@@ -1,10 +1,11 @@
-// The NEON value: eight floats, in two registers. Every 64-bit ARM has these instructions, and
-// those compiled for CPUs that round to BF16 by an instruction have another type.
+// The NEON value: eight floats, in two registers. Files that are compiled for CPUs which round to
+// BF16 by an instruction call it NeonBf16: two types of one name would be one to the linker.
 #pragma once
 
 #include <arm_neon.h>
 
 #include "core/dtype.h"
+#include "isa.h"  // before the name changes
 #include "vector.h"
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

@@ -1,4 +1,5 @@
-// The plain C++ value: every machine has it, and every other instruction set must give its bits.
+// The plain C++ value: every machine has it, and every other instruction set gives its bits of
+// every number. (A NaN stays one, with other bits.)
 #pragma once
 
 #include "core/dtype.h"

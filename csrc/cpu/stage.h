@@ -5,7 +5,7 @@
 
 #include "chunk_lists.h"
 #include "core/ops/op.h"
-#include "run_vector.h"
+#include "vector_op.h"
 
 namespace ampfuse {
 namespace {
@@ -32,20 +32,12 @@ HD void with_one_type(DType type, const Run& run) {
   }
 }
 
-// run(i, n, whole) for the vectors of `count` elements.
-template <class F, class Run>
-HD void for_vectors(int count, const Run& run) {
-  int i = 0;
-  for (; i + F::kWidth <= count; i += F::kWidth) run(i, F::kWidth, std::true_type());
-  if (i < count) run(i, count - i, std::false_type());
-}
-
 // For the `count` elements from element `first` on, at most a block, of a quantized list: decoded
 // values; the scale that values need; quantized values. There is one loop for each type, however
 // many ops there are.
 template <class F>
 void decode_block(const ChunkLists& lists, int list, int64_t first, int count, float* to) {
-  const F scale(lists.scales[list - kState0][first / kBlock]);
+  const F scale(lists.scales[list - kState0][first / kScaleBlock]);
   with_quantizer(lists.dtype[list], [&](auto quantizer) HD_LAMBDA {
     using Stored = typename decltype(quantizer)::Stored;
     for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
@@ -65,7 +57,7 @@ float scale_block(const ChunkLists& lists, int list, int64_t first, int count, c
     // The lanes past the end are not part of the block.
     largest.include(whole ? x : keep((1u << n) - 1, x));
   });
-  float& scale = lists.scales[list - kState0][first / kBlock];
+  float& scale = lists.scales[list - kState0][first / kScaleBlock];
   with_quantizer(lists.dtype[list],
                  [&](auto quantizer) HD_LAMBDA { scale = quantizer.scale(largest.reduce()); });
   return scale;
@@ -102,7 +94,7 @@ void widen_list(const ChunkLists& lists, int list, int64_t first, int count, flo
     return decode_block<F>(lists, list, first, count, to);
   with_one_type(lists.dtype[list], [&](auto types) HD_LAMBDA {
     for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
-      const F x = load<F, decltype(whole)::value>(lists, types, list, first + i, n);
+      const F x = load_list<F, decltype(whole)::value>(lists, types, list, first + i, n);
       store_vector(x, to, DType::kFloat32, i);
     });
   });
@@ -120,20 +112,20 @@ void narrow_list(const ChunkLists& lists, int list, int64_t first, int count, co
                       HD_LAMBDA { return load_vector<F>(floats, DType::kFloat32, i); };
   with_one_type(lists.dtype[list], [&](auto types) HD_LAMBDA {
     for_vectors<F>(count, [&](int i, int n, auto whole) HD_LAMBDA {
-      store<F, decltype(whole)::value>(at(from, i), at(weight, i), lists, types, list, first + i,
-                                       n);
+      store_list<F, decltype(whole)::value>(at(from, i), at(weight, i), lists, types, list,
+                                            first + i, n);
     });
   });
 }
 
 // Runs the op on the `count` elements from `first` on, at most a block, and stores what it writes.
-// fetch(i) is called before each vector (see walk.h), after(i, count, whole, x) with what it
-// becomes.
+// No type is known: every list that is not FP32 goes through a stage. fetch(i) is called before
+// each vector (see walk.h), after(i, count, whole, x) with what it becomes.
 template <class F, class Op, class Fetch, class After>
 HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int count,
                    const Fetch& fetch, const After& after) {
-  alignas(kCacheLine) static const float kZeros[kBlock] = {};
-  alignas(kCacheLine) float stage[kLists][kBlock];
+  alignas(kCacheLine) static const float kZeros[kScaleBlock] = {};
+  alignas(kCacheLine) float stage[kLists][kScaleBlock];
   const float* read[kLists];
   float* written[kLists];  // null: the row lacks the list
   UNROLL_LISTS
@@ -172,10 +164,11 @@ HD void run_staged(const Op& op, const ChunkLists& lists, int64_t first, int cou
     }
     after(first + i, n, whole, x);
   });
+  const float* const weights = Op::kWrites & bit(kModel) ? stage[kModel] : kZeros;
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
     if (Op::kWrites & bit(list) && written[list] == stage[list])
-      narrow_list<F>(lists, list, first, count, stage[list], stage[kModel], kSteps<Op>);
+      narrow_list<F>(lists, list, first, count, stage[list], weights, kSteps<Op>);
   }
 }
 
@@ -185,7 +178,7 @@ template <class F, unsigned kStored, bool kWhole, class Types, class Op, class F
 HD void run_block(const Op& op, const ChunkLists& given, int64_t first, int count,
                   const Fetch& fetch, const After& after) {
   constexpr unsigned kQuantizedStates = Types::kQuantizedStates;
-  alignas(kCacheLine) float stage[kMaxStates][kBlock];
+  alignas(kCacheLine) float stage[kMaxStates][kScaleBlock];
   ChunkLists lists = given;
   UNROLL_LISTS
   for (int s = 0; s < kMaxStates; ++s) {
@@ -196,7 +189,7 @@ HD void run_block(const Op& op, const ChunkLists& given, int64_t first, int coun
     lists.data[kState0 + s] = reinterpret_cast<char*>(block - uintptr_t(first) * sizeof(float));
     decode_block<F>(given, kState0 + s, first, count, stage[s]);
   }
-  for_vectors<F>(kWhole ? kBlock : count, [&](int i, int n, auto whole) HD_LAMBDA {
+  for_vectors<F>(kWhole ? kScaleBlock : count, [&](int i, int n, auto whole) HD_LAMBDA {
     fetch(i);
     F x[kLists];
     run_vector<F, decltype(whole)::value, kStored>(op, lists, typename Types::Widened(), first + i,

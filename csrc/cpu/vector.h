@@ -6,6 +6,8 @@
 // narrow(); differ(), a bit for each element whose stored bits do.
 #pragma once
 
+#include <type_traits>
+
 #include "core/dtype.h"
 
 namespace ampfuse {
@@ -31,6 +33,15 @@ struct FirstByBuffer {
     return Lanes::load(buffer);
   }
 };
+
+// Calls run(i, n, whole) for the vectors of `count` elements: the first one's index, how many
+// elements it has, and true_type if these are F::kWidth.
+template <class F, class Count, class Run>
+HD void for_vectors(Count count, const Run& run) {
+  Count i = 0;
+  for (; i + F::kWidth <= count; i += F::kWidth) run(i, F::kWidth, std::true_type());
+  if (i < count) run(i, int(count - i), std::false_type());
+}
 
 // Calls run(Lanes) unless the list is absent.
 template <class F, class Run>

@@ -39,10 +39,11 @@ struct Prefetch {
 constexpr unsigned kRewritten = bit(kUnscaled);
 
 // When element v of a step of kStep starts a cache line in a list of `fetched`, fetches the line
-// kAhead further, in this chunk (kHere: always) or the next. The hardware's prefetchers stop at the
-// end of each page of 4 KB, of which an Adam step walks five at a time, and do not know where the
-// next tensor is: 15 % of a large step from memory, 40 % of one over small tensors (AVX-512
-// server).
+// kAhead further, in this chunk or the next. kHere: in this chunk, known when compiling; a
+// quantized list's may then lie past the chunk, which does no harm. The hardware's prefetchers stop
+// at the end of each page of 4 KB, of which an Adam step walks five at a time, and do not know
+// where the next tensor is: 15 % of a large step from memory, 40 % of one over small tensors
+// (AVX-512 server).
 template <bool kHere, class Distance, int kStep, class Types>
 HD void prefetch(const Walk& walk, const Types& types, unsigned fetched, int64_t step, int v) {
   const int64_t i = step + v;
@@ -83,8 +84,10 @@ HD void fetch_line(const ChunkLists& chunk, const Types& types, int64_t i) {
 template <int kStep, class Distance, class Types, class Take>
 HD void for_steps(const Walk& walk, const Types& types, unsigned fetched, const Take& take) {
   const int64_t n = walk.lists.length;
+  // In elements of two bytes, the narrowest that are not quantized.
+  constexpr int64_t kMostAhead = Distance::kAhead / 2;
   int64_t i = 0;
-  for (; i + Distance::kAhead / 2 + kStep <= n; i += kStep)
+  for (; i + kMostAhead + kStep <= n; i += kStep)
     take(i, kStep, std::true_type(),
          [&](int v) HD_LAMBDA { prefetch<true, Distance, kStep>(walk, types, fetched, i, v); });
   for (; i + kStep <= n; i += kStep)

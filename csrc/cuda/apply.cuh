@@ -60,10 +60,10 @@ inline int log_slices(int64_t chunks, Encoded encoded) {
 constexpr int kApplyPack = 4;                    // elements that a thread handles at once
 constexpr int kApplyPacks = kPack / kApplyPack;  // packs of a thread in each tile
 
-// The element at which a thread stops. The threads of a warp compute the scales of its blocks
-// together, so with encoded types they stop together.
+// Where a thread's loop ends. With encoded types the lanes of a warp compute scales together, so
+// all go on while the first lane is before `end`; packs past it have no elements.
 template <class Slice, int kWidth>
-__device__ inline int last_start(int end) {
+__device__ inline int loop_end(int end) {
   return Slice::Column::kEncoded ? end + int(threadIdx.x % kRowLanes) * kWidth : end;
 }
 
@@ -75,19 +75,19 @@ __device__ inline void apply_tiles(const Op& op, const Slice& slice, int begin, 
                                    uint32_t& largest) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
   constexpr int kInFlight = kWhole ? kApplyPacks : 1;
-  const int last = last_start<Slice, kApplyPack>(end);
+  const int last = loop_end<Slice, kApplyPack>(end);
   for (int start = begin + threadIdx.x * kApplyPack; start < last;
-       start += kInFlight * kLanes * kApplyPack) {
+       start += kInFlight * kBlockThreads * kApplyPack) {
     ListPacks<kApplyPack> packs[kInFlight];
 #pragma unroll
     for (int p = 0; p < kInFlight; ++p) {
-      const int i = start + p * kLanes * kApplyPack;
+      const int i = start + p * kBlockThreads * kApplyPack;
       load_packs<Op, kReads, kWhole>(slice, i, elements_in_pack<kApplyPack, kWhole>(i, end),
                                      packs[p]);
     }
 #pragma unroll
     for (int p = 0; p < kInFlight; ++p) {
-      const int i = start + p * kLanes * kApplyPack,
+      const int i = start + p * kBlockThreads * kApplyPack,
                 count = elements_in_pack<kApplyPack, kWhole>(i, end);
       Vector<float, kApplyPack> x[kLists] = {};
       widen_packs<Op, kReads>(slice, count, packs[p], x);
@@ -107,7 +107,8 @@ constexpr unsigned kRareLists = bit(kAccumulated) | bit(kState2) | bit(kUnscaled
 // Calls run(slice) with a slice whose columns have their types as constants, so that the compiler
 // leaves out the branches on them, if the row has common types: gradient and model weight of one
 // half type, or FP32 without a model; states of one storage; masters that are split, where any are.
-// Returns false otherwise. (Rows with rare lists are left out: they would need too many loops.)
+// Returns false otherwise. Where no type is encoded, or lists are rare, run(slice) is called with
+// types that are not constants: their branches cost less than the code of further loops.
 template <class Op, unsigned kUsed, class Slice, class Run>
 __device__ inline bool with_known_types(const Slice& slice, const Run& run) {
   if constexpr (!Slice::Column::kEncoded || !kSteps<Op> || (kUsed & kRareLists) != 0) {
@@ -147,7 +148,7 @@ __device__ inline bool with_known_types(const Slice& slice, const Run& run) {
   }
 }
 
-// Blocks per multiprocessor to have registers for.
+// See Note [launch bounds].
 HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, Encoded encoded) {
   const int lists = count_lists(used);
   if (encoded != Encoded::kNone) {
@@ -162,22 +163,24 @@ HD constexpr int updating_blocks(unsigned used, unsigned unsigned_states, Encode
   return (divides ? lists + 1 : lists) > 4 ? 3 : 4;
 }
 
-// Runs Op on every element of every row, or of the rows with a gradient if Op asks for that. If
-// `state` says skip, nothing happens. A non-finite value in a list that Op checks sets *found_inf.
-// No row has a list of `kMissing`, and only lists in kEncoded are encoded.
+// Runs Op on every element of every row, or of the rows with a gradient if Op asks for that. A
+// chunk has 2^log slices, see log_slices(). If `state` says skip, nothing happens. A non-finite
+// value in a list that Op checks sets *found_inf. No row has a list of `kMissing`, and only lists
+// in kEncoded are encoded.
 template <class Op, unsigned kMissing, Encoded kEncoded>
-__global__ void __launch_bounds__(kLanes, updating_blocks((Op::kReads | Op::kWrites) & ~kMissing,
-                                                          Op::kUnsigned, kEncoded))
-    apply_kernel(TableView view, int log_slices, const StepState* state, float a, float b,
+__global__ void __launch_bounds__(kBlockThreads,
+                                  updating_blocks((Op::kReads | Op::kWrites) & ~kMissing,
+                                                  Op::kUnsigned, kEncoded))
+    apply_kernel(TableView view, int log, const StepState* state, float a, float b,
                  float* found_inf) {
   constexpr unsigned kUsed = (Op::kReads | Op::kWrites) & ~kMissing;
-  const bool skip = state != nullptr && state->skip != 0;
+  const bool skip = is_skipped(state);
   // Backwards: inspect has just read the gradients forwards, and their end is still in the L2
   // cache.
   const int64_t part = int64_t(gridDim.x) - 1 - blockIdx.x;
-  const Chunk chunk = view.chunks[part >> log_slices];
-  const int length = int(kChunk) >> log_slices;
-  const int64_t first = chunk.index * kChunk + (int(part) & ((1 << log_slices) - 1)) * length;
+  const Chunk chunk = view.chunks[part >> log];
+  const int length = int(kChunk) >> log;
+  const int64_t first = chunk.index * kChunk + (int(part) & ((1 << log) - 1)) * length;
   const int64_t rest = view.numel[chunk.row] - first;
   const Op op = Op::for_row(view, chunk.row, a, b);
   const RowSlice<ListColumn<kEncoded>> slice(std::integral_constant<unsigned, kUsed>(), view,
@@ -234,7 +237,7 @@ void apply(const DevicePass& pass) {
   with_instance<Op, Op::kReads | Op::kWrites>(pass, [&](auto missing, auto encoded) {
     const int log = log_slices(pass.view.chunk_count, encoded);
     launch(NamedKernel{Op::kName, apply_kernel<Op, missing, encoded>}, pass.view.chunk_count << log,
-           kLanes, pass.stream, pass.view, log, pass.state, pass.a, pass.b, pass.found_inf);
+           kBlockThreads, pass.stream, pass.view, log, pass.state, pass.a, pass.b, pass.found_inf);
   });
 }
 

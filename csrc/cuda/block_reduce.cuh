@@ -9,6 +9,9 @@
 
 namespace ampfuse {
 
+// The threads of a block; the order of sums fixes their number.
+constexpr int kBlockThreads = kLanes;
+
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
 // The last halvings of sum_by_halving, within one warp; lane 0 receives the sum.

@@ -17,7 +17,7 @@ class Counter {
   __device__ void begin(uint8_t* changed) {
     counts_ = shared();
     changed_ = changed;
-    for (int i = threadIdx.x; i < kMeterCounts; i += kLanes) counts_[i] = 0;
+    for (int i = threadIdx.x; i < kMeterCounts; i += kBlockThreads) counts_[i] = 0;
     __syncthreads();
   }
 
@@ -53,7 +53,7 @@ class Counter {
     if (zero_ != 0) atomicAdd(counts_ + kZero, zero_);
     if (tiny_ != zero_) atomicAdd(counts_ + kSubnormal, tiny_ - zero_);
     __syncthreads();
-    for (int i = threadIdx.x; i < kMeterCounts; i += kLanes) {
+    for (int i = threadIdx.x; i < kMeterCounts; i += kBlockThreads) {
       const uint32_t count = i == kElements ? number : counts_[i];
       if (count != 0) atomicAdd(counts + i, count);
     }

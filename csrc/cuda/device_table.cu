@@ -106,6 +106,7 @@ class Carver {
 
 // Columns that change together are neighbours: which gradients a pass reads, and whether they are
 // scaled. Returns the bytes of `memory`, which has the scratch memory too if there is none yet.
+// Called twice: first without memory, to count them.
 size_t lay_out(DeviceColumns& columns, void* memory, const TableView& host) {
   Carver carver(memory);
   TableView& view = columns.view;
@@ -148,7 +149,7 @@ class Upload {
  public:
   explicit Upload(DeviceColumns& columns) : columns_(columns) {}
 
-  // Must be called in the order of lay_out().
+  // Columns come in the order of lay_out().
   template <class T>
   void add(const T* to, const T* from, int64_t count) {
     const size_t bytes = sizeof(T) * size_t(count);
@@ -156,6 +157,7 @@ class Upload {
     char* image = columns_.image.data() + begin;
     if (bytes == 0 || std::memcmp(image, from, bytes) == 0) return;
     std::memcpy(static_cast<void*>(image), from, bytes);
+    AMPFUSE_CHECK(spans_.empty() || begin >= spans_.back().end, "columns are out of order");
     if (!spans_.empty() && begin <= spans_.back().end + kGap) {
       spans_.back().end = begin + bytes;
     } else {

@@ -51,7 +51,8 @@ class DeviceTable : public TableCache {
   bool pending_scaled_ = false, pending_hyper_ = false;
 
   cudaEvent_t last_use_ = nullptr;
-  unsigned long long stream_ = 0, last_stream_ = 0;  // ids: a handle may be used again
+  // The ids of the streams that use it now and used it last: a handle may be used again.
+  unsigned long long stream_ = 0, last_stream_ = 0;
   bool used_ = false, changed_stream_ = false;
 
   DeviceColumns captured_;

@@ -19,11 +19,11 @@ constexpr int kInFlight = 16;
 // The sum over all chunks, in every thread; the order of sum_partials<kLanes>.
 __device__ inline double sweep_sums(const TableView& view) {
   double sum = 0;
-  for (int64_t start = threadIdx.x; start < view.chunk_count; start += kInFlight * kLanes) {
+  for (int64_t start = threadIdx.x; start < view.chunk_count; start += kInFlight * kBlockThreads) {
     double part[kInFlight];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
-      const int64_t i = start + k * kLanes;
+      const int64_t i = start + k * kBlockThreads;
       part[k] = i < view.chunk_count ? __ldcg(&view.partials[i].sum_squares) : 0.0;
     }
 #pragma unroll
@@ -37,14 +37,14 @@ __device__ inline InspectResult sweep_partials(const TableView& view) {
   const double sum = sweep_sums(view);
   if (sum - sum == 0) return {sum, -1, 0};  // squares of FP32 do not overflow FP64: all are finite
   uint32_t first = UINT32_MAX;              // non-finite chunk
-  for (int64_t i = threadIdx.x; i < view.chunk_count; i += kLanes) {
+  for (int64_t i = threadIdx.x; i < view.chunk_count; i += kBlockThreads) {
     const uint32_t largest = load_partial(view.partials + i).largest;
     if (largest >= kInfinityBits && uint32_t(i) < first) first = uint32_t(i);
   }
   first = ~block_broadcast(block_max(~first));
   const int32_t row = view.chunks[first].row;
   uint32_t bits = 0;
-  for (int64_t i = first + threadIdx.x; i < view.first_chunk[row + 1]; i += kLanes) {
+  for (int64_t i = first + threadIdx.x; i < view.first_chunk[row + 1]; i += kBlockThreads) {
     const uint32_t largest = load_partial(view.partials + i).largest;
     if (largest > bits) bits = largest;
   }
@@ -75,12 +75,12 @@ __device__ __attribute__((noinline)) void finish_inspection(const TableView& vie
 }
 
 template <unsigned kMissing>
-__global__ void __launch_bounds__(kLanes, kMissing != 0 ? 4 : 2)
+__global__ void __launch_bounds__(kBlockThreads, kMissing != 0 ? 4 : 2)
     inspect_kernel(const GRID_CONSTANT TableView view, const GRID_CONSTANT InspectArgs args,
                    unsigned* tickets) {
   const RowNorms rows{args.row_norms, args.row_largest};
   if (rows.wanted()) finish_empty_rows(view, 1, rows);
-  if (blockIdx.x < view.chunk_count) {  // a table without elements has one block and no chunk
+  if (blockIdx.x < view.chunk_count) {
     measure_chunk<InspectOp<>, kMissing>(view, inverse_scale(args), args.fresh);
     if (rows.wanted()) finish_row(view, 1, rows, tickets);
   }
@@ -97,11 +97,10 @@ __global__ void __launch_bounds__(kPrepareThreads)
 }  // namespace
 
 void inspect(const DevicePass& pass, const InspectArgs& args) {
-  const int64_t blocks = pass.view.chunk_count > 0 ? pass.view.chunk_count : 1;
   constexpr unsigned kRare = bit(kAccumulated) | bit(kGradOut);
   const auto kernel = pass.present & kRare ? inspect_kernel<0> : inspect_kernel<kRare>;
-  launch(NamedKernel{"inspect", kernel}, blocks, kLanes, pass.stream, pass.view, args,
-         pass.tickets);
+  launch(NamedKernel{"inspect", kernel}, measuring_grid(pass.view), kBlockThreads, pass.stream,
+         pass.view, args, pass.tickets);
 }
 
 void prepare(const DevicePass& pass, const Preparation& preparation) {

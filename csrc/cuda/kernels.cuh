@@ -15,7 +15,7 @@ struct DevicePass {
   unsigned* tickets;          // see DeviceColumns
   cudaStream_t stream;
   const StepState* state = nullptr;  // nothing happens if its skip is set
-  float a = 1, b = 1;                // arguments of the op, see Op::for_row
+  float a = 1, b = 1;                // arguments of the op, see Op::for_row()
   float* found_inf = nullptr;        // set where a checked list holds a non-finite value
   float* norms = nullptr;            // [measures][rows], of an op that measures
   Meter meter = {};                  // for an op that is metered

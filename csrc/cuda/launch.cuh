@@ -17,6 +17,12 @@
 
 namespace ampfuse {
 
+// Note [launch bounds]
+// The second argument of __launch_bounds__ is how many blocks a multiprocessor must have registers
+// for, so a thread gets 65536 / (threads * blocks) at most. Functions named ..._blocks give it: the
+// most without a spill, or fewer where those have enough loads in flight.
+// tests/core/test_cuda_code.py finds spills in the machine code.
+
 inline void check_cuda(cudaError_t status, const char* what, const char* file, int line) {
   if (status == cudaSuccess) return;
   (void)cudaGetLastError();  // so that the next call does not report this one's error

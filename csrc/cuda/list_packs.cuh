@@ -19,9 +19,9 @@ namespace ampfuse {
 enum class Encoded { kNone, kStates, kAll };
 
 // One list of a row, from some element on, as a thread sees it. An absent list has type kNone.
-template <Encoded kLists>
+template <Encoded kMayBe>
 struct ListColumn {
-  static constexpr bool kEncoded = kLists != Encoded::kNone, kSplit = kLists == Encoded::kAll;
+  static constexpr bool kEncoded = kMayBe != Encoded::kNone, kSplit = kMayBe == Encoded::kAll;
   char* data = nullptr;
   DType dtype = DType::kNone;
 
@@ -32,7 +32,8 @@ struct ListColumn {
     dtype = data != nullptr ? type : DType::kNone;
     data += first * element_size(dtype);
 #if defined(__CUDA_ARCH__)
-    // Makes one number of it: the compiler would keep both, and add them in each access.
+    // Hides from the compiler that this is a sum: it would keep both registers, and add them in
+    // each access.
     asm("" : "+l"(data));
 #endif
   }
@@ -51,9 +52,9 @@ struct ListColumn {
 };
 
 // The lists of a row from element `first` on. The members after `columns` are for encoded types.
-template <class ListColumn>
+template <class ColumnType>
 struct RowSlice {
-  using Column = ListColumn;
+  using Column = ColumnType;
   Column columns[kLists];
   float* scales[kMaxStates];
   int64_t first;
@@ -88,7 +89,7 @@ struct RowSlice {
   // Of the scales of a quantized state, that of the block of element i.
   __device__ static float* scale_at(float* of_state, int i) {
     char* first = reinterpret_cast<char*>(of_state);
-    const unsigned block = unsigned(i) / kBlock;
+    const unsigned block = unsigned(i) / kScaleBlock;
     return reinterpret_cast<float*>(global_at(first, int(block * sizeof(float))));
   }
 };
@@ -144,9 +145,10 @@ __device__ inline bool all_finite(const Vector<float, kWidth>& x) {
   return (float_bits(sum) & kInfinityBits) != kInfinityBits;
 }
 
-// The masters of a pack. With BF16 weights both halves of a master are where its bits have them,
-// less 0x8000; but a NaN and a weight that was set to zero (of which this makes a NaN) are left to
-// join().
+// The masters of a pack. A BF16 weight and its remainder are the upper and the lower half of the
+// master's bits plus 0x8000, the remainder with its sign bit flipped. So joining them is a byte
+// permutation and a subtraction. A NaN and a weight that was set to zero (of which this makes a
+// NaN) are left to join().
 template <int kWidth>
 __device__ inline Vector<float, kWidth> join_packs(DType type, const Pack<kWidth>& weight,
                                                    const Pack<kWidth>& remainder) {
@@ -274,13 +276,13 @@ __device__ inline void share_largest(const Slice& slice, int count,
   };
   for_each([&](int list, uint32_t& most) { most = largest_of(x[list], count); });
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  constexpr bool kByWarp = kBlock / kWidth == kRowLanes;
+  constexpr bool kByWarp = kScaleBlock / kWidth == kRowLanes;
   if (kByWarp) for_each([&](int, uint32_t& most) { most = __reduce_max_sync(kWholeWarp, most); });
 #else
   constexpr bool kByWarp = false;
 #endif
 #pragma unroll
-  for (int offset = kByWarp ? 0 : kBlock / kWidth / 2; offset > 0; offset /= 2) {
+  for (int offset = kByWarp ? 0 : kScaleBlock / kWidth / 2; offset > 0; offset /= 2) {
     for_each([&](int, uint32_t& most) {
       const uint32_t other = __shfl_xor_sync(kWholeWarp, most, offset);
       if (other > most) most = other;
@@ -288,32 +290,51 @@ __device__ inline void share_largest(const Slice& slice, int count,
   }
 }
 
-// The block whose scale a lane computes.
-struct Block {
-  bool exists = false, has_sign = false;
-  uint32_t largest = 0;
-  float* scales = nullptr;  // of all blocks of its list
+// The scale that a lane computes: that of one state, for the quantization block that it and its
+// neighbours hold.
+struct ScaleOfLane {
+  bool has_sign = false;
+  uint32_t largest = float_bits(1.0f);  // the block's, as the bits of a float
+  float* scales = nullptr;              // of all blocks of the state; null: the lane computes none
 };
 
-// The scale of a block, and the factor that encodes its values. Far from over- and underflow the
+// The scale, and the factor that encodes the block's values. Far from over- and underflow the
 // division by a constant is exact this way.
-__device__ inline void make_scale(const Block& block, float& scale, float& encoder) {
+__device__ inline void make_scale(const ScaleOfLane& own, float& scale, float& encoder) {
   using Signed = Quantizer<true>;
   using Unsigned = Quantizer<false>;
   constexpr uint32_t kLeast = (127u - 100) << 23, kSpan = 200u << 23;  // 2^-100 to 2^100
-  if (block.largest - kLeast < kSpan) {
-    const float divisor = block.has_sign ? Signed::kLargest : Unsigned::kLargest;
-    const float inverse = block.has_sign ? 1 / Signed::kLargest : 1 / Unsigned::kLargest;
-    const float value = bits_float(block.largest), near = value * inverse;
+  if (own.largest - kLeast < kSpan) {
+    const float divisor = own.has_sign ? Signed::kLargest : Unsigned::kLargest;
+    const float inverse = own.has_sign ? 1 / Signed::kLargest : 1 / Unsigned::kLargest;
+    const float value = bits_float(own.largest), near = value * inverse;
     scale = fma(fma(-divisor, near, value), inverse, near);
     encoder = reciprocal_of_normal(scale);
   } else {
-    const DType type = block.has_sign ? DType::kSigned8 : DType::kUnsigned8;
+    const DType type = own.has_sign ? DType::kSigned8 : DType::kUnsigned8;
     with_quantizer(type, [&](auto quantizer) {
-      scale = quantizer.scale(block.largest);
+      scale = quantizer.scale(own.largest);
       encoder = quantizer.encoder(scale);
     });
   }
+}
+
+// What lane `lane` of a quantization block computes: the lanes take turns in kChoices states.
+template <class Op, unsigned kWrites, int kChoices, class Slice>
+__device__ inline ScaleOfLane scale_of_lane(const Slice& slice, int lane,
+                                            const uint32_t (&largest)[kMaxStates]) {
+  ScaleOfLane own;
+  for_quantized<Op, kWrites>(slice, [&](int list) {
+    const int state = list - kState0;
+    const bool has_sign =
+        kSteps<Op> ? !(Op::kUnsigned & bit(list)) : slice(list) == DType::kSigned8;
+    // (Member by member: a choice of the whole would be in memory.)
+    const bool chosen = lane % kChoices == state;
+    own.has_sign = chosen ? has_sign : own.has_sign;
+    own.largest = chosen ? largest[state] : own.largest;
+    own.scales = chosen ? slice.scales[state] : own.scales;
+  });
+  return own;
 }
 
 // Stores the scales of a pack's blocks, and hands out the factors that encode their values. Each
@@ -325,27 +346,16 @@ __device__ inline void store_scales(const Slice& slice, int i, int count,
                                     float (&encoder)[kMaxStates]) {
   constexpr unsigned kOf = kWrites & kStates;
   constexpr int kChoices = kOf & bit(kState0 + 2) ? 4 : kOf & bit(kState0 + 1) ? 2 : 1;
-  constexpr int kSharers = kBlock / kWidth;  // the lanes of a block
+  constexpr int kSharers = kScaleBlock / kWidth;  // the lanes of a block
   const int lane = threadIdx.x % kSharers;
   uint32_t largest[kMaxStates] = {};
   share_largest<Op, kWrites>(slice, count, x, largest);
-  Block own;
-  for_quantized<Op, kWrites>(slice, [&](int list) {
-    const int state = list - kState0;
-    const bool has_sign =
-        kSteps<Op> ? !(Op::kUnsigned & bit(list)) : slice(list) == DType::kSigned8;
-    const Block block = {true, has_sign, largest[state], slice.scales[state]};
-    // (Member by member: a choice of the whole would be in memory.)
-    const bool chosen = lane % kChoices == state;
-    own.exists = chosen ? block.exists : own.exists;
-    own.has_sign = chosen ? block.has_sign : own.has_sign;
-    own.largest = chosen ? block.largest : own.largest;
-    own.scales = chosen ? block.scales : own.scales;
-  });
+  const ScaleOfLane own = scale_of_lane<Op, kWrites, kChoices>(slice, lane, largest);
   float scale, own_encoder;
   make_scale(own, scale, own_encoder);
   const int from_first_lane = count + lane * kWidth;  // elements from the block's first lane on
-  if (own.exists && lane < kChoices && from_first_lane > 0) *Slice::scale_at(own.scales, i) = scale;
+  if (own.scales != nullptr && lane < kChoices && from_first_lane > 0)
+    *Slice::scale_at(own.scales, i) = scale;
   for_quantized<Op, kWrites>(slice, [&](int list) {
     const int state = list - kState0;
     const int chooser = threadIdx.x % kRowLanes - lane + state;

@@ -27,15 +27,16 @@ HD constexpr int tiles_in_flight(unsigned reads) {
 }
 
 // Runs the op on elements [begin, end) and adds the squares of what it measures, each times
-// `rescale`, in the thread's virtual lanes. kWhole: they are whole tiles, kTiles at a time.
+// `rescale`, to the thread's `squares`, its virtual lanes (reduce.h). kWhole: they are whole tiles,
+// kTiles at a time.
 template <class Op, unsigned kMissing, bool kWhole, class Slice>
 __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, int end,
-                                 const float* rescale, float (&lane)[Sums<Op>::kCount][kPack],
+                                 const float* rescale, float (&squares)[Sums<Op>::kCount][kPack],
                                  Sums<Op>& sums, Counter& counter) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
   constexpr int kInFlight = tiles_in_flight(kReads),
                 kTiles = kWhole || kInFlight < 4 ? kInFlight : 2;
-  const int last = last_start<Slice, kPack>(end);
+  const int last = loop_end<Slice, kPack>(end);
   for (int start = begin + threadIdx.x * kPack; start < last; start += kTiles * kTile) {
     ListPacks<kPack> packs[kTiles];
 #pragma unroll
@@ -58,7 +59,7 @@ __device__ inline void add_tiles(const Op& op, const Slice& slice, int begin, in
 #pragma unroll
         for (int k = 0; k < kPack; ++k) {
           const float square = x[list].lane[k] * rescale[m];
-          lane[m][k] = fma(square, square, lane[m][k]);
+          squares[m][k] = fma(square, square, squares[m][k]);
         }
       }
       store_packs<Op, kWrites, kWhole>(slice, i, count, x);
@@ -74,17 +75,17 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
                                        const float* rescale, Counter& counter) {
   constexpr unsigned kReads = Op::kReads & ~kMissing, kWrites = Op::kWrites & ~kMissing;
   constexpr int kCount = Sums<Op>::kCount;
-  float lane[kCount][kPack] = {};
+  float squares[kCount][kPack] = {};
   Sums<Op> sums = {};
   int done = 0;
   if constexpr (count_lists(kReads) == 1 && kWrites == 0 && !Slice::Column::kEncoded) {
-    constexpr int kList = count_lists((kReads & -kReads) - 1);
+    constexpr int kList = first_list(kReads);
     const auto& column = slice.columns[kList];
     constexpr int kStride = tiles_in_flight(kReads) * kTile;
     const auto add_whole = [&](auto known) {
       RowSlice<decltype(known)> all;
       all.columns[kList].data = column.data;
-      add_tiles<Op, kMissing, true>(op, all, 0, done, rescale, lane, sums, counter);
+      add_tiles<Op, kMissing, true>(op, all, 0, done, rescale, squares, sums, counter);
     };
     if (column.wide()) {
       done = n - n % kStride;
@@ -92,9 +93,9 @@ __device__ inline Sums<Op> add_squares(const Op& op, const Slice& slice, int n,
                    [&](auto storage) { add_whole(KnownColumn<decltype(storage)::kType>()); });
     }
   }
-  add_tiles<Op, kMissing, false>(op, slice, done, n, rescale, lane, sums, counter);
+  add_tiles<Op, kMissing, false>(op, slice, done, n, rescale, squares, sums, counter);
 #pragma unroll
-  for (int m = 0; m < kCount; ++m) sums.sum[m] = sum_pack(lane[m]);
+  for (int m = 0; m < kCount; ++m) sums.sum[m] = sum_pack(squares[m]);
   return sums;
 }
 
@@ -152,7 +153,7 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
   }
 }
 
-// Blocks per multiprocessor to have registers for: more would spill.
+// See Note [launch bounds].
 HD constexpr int measuring_blocks(unsigned used, bool metered, Encoded encoded) {
   const int lists = count_lists(used);
   if (metered) return 1;
@@ -175,11 +176,17 @@ struct RowNorms {
   }
 };
 
+// A block for each chunk; one for a table without elements, whose rows have norms all the same.
+inline int64_t measuring_grid(const TableView& view) {
+  return view.chunk_count > 0 ? view.chunk_count : 1;
+}
+
 // Rows without elements have no block, so the first blocks write their norms, one row a thread.
 __device__ inline void finish_empty_rows(const TableView& view, int measures, const RowNorms& out) {
-  const int64_t threads = int64_t(gridDim.x) * kLanes;
+  const int64_t threads = int64_t(gridDim.x) * kBlockThreads;
 #pragma unroll 1
-  for (int64_t row = int64_t(blockIdx.x) * kLanes + threadIdx.x; row < view.rows; row += threads) {
+  for (int64_t row = int64_t(blockIdx.x) * kBlockThreads + threadIdx.x; row < view.rows;
+       row += threads) {
     if (view.first_chunk[row] != view.first_chunk[row + 1]) continue;
     for (int m = 0; m < measures; ++m) out.set(m * view.rows + row, 0, 0);
   }
@@ -213,14 +220,15 @@ __device__ inline void finish_row(const TableView& view, int measures, const Row
 }
 
 template <class Op, unsigned kMissing, Encoded kEncoded>
-__global__ void __launch_bounds__(kLanes, measuring_blocks((Op::kReads | Op::kWrites) & ~kMissing,
-                                                           Op::kMetered, kEncoded))
+__global__ void __launch_bounds__(kBlockThreads,
+                                  measuring_blocks((Op::kReads | Op::kWrites) & ~kMissing,
+                                                   Op::kMetered, kEncoded))
     measure_kernel(TableView view, RowNorms out, unsigned* tickets, const StepState* state,
                    Meter meter) {
-  if (state != nullptr && state->skip != 0) return;
+  if (is_skipped(state)) return;
   constexpr int kCount = Sums<Op>::kCount;
   finish_empty_rows(view, kCount, out);
-  if (blockIdx.x >= view.chunk_count) return;  // a table without elements: one block and no chunk
+  if (blockIdx.x >= view.chunk_count) return;
   if (!view.is_in_pass(view.chunks[blockIdx.x].row)) return;
   measure_chunk<Op, kMissing, kEncoded>(view, 0, 0, meter);
   finish_row(view, kCount, out, tickets);
@@ -235,8 +243,8 @@ void measure(const DevicePass& pass) {
       pass, [&](auto missing, auto encoded) {
         constexpr auto kEncoded = encoded == Encoded::kNone ? Encoded::kNone : Encoded::kAll;
         launch(NamedKernel{Op::kName, measure_kernel<Op, missing, kEncoded>},
-               pass.view.chunk_count > 0 ? pass.view.chunk_count : 1, kLanes, pass.stream,
-               pass.view, RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);
+               measuring_grid(pass.view), kBlockThreads, pass.stream, pass.view,
+               RowNorms{pass.norms, nullptr}, pass.tickets, pass.state, pass.meter);
       });
 }
 

@@ -33,16 +33,16 @@ struct ChannelRange {
 };
 
 // Rows begin at a multiple of 16 bytes, so that packs do.
-bool aligned(const NnArgs& args, unsigned lists) {
+bool aligned(const NnArgs& args, unsigned used) {
   bool all = args.image.channels % kPack == 0;
   for (int i = 0; i < kMaxImages; ++i)
-    all = all && (!(lists & bit(i)) || reinterpret_cast<uintptr_t>(args.images[i]) % 16 == 0);
+    all = all && (!(used & bit(i)) || reinterpret_cast<uintptr_t>(args.images[i]) % 16 == 0);
   return all;
 }
 
 // The coefficients of a pack, kStep channels at a time: more of them run in parallel, fewer take
 // fewer registers.
-template <class Op, unsigned kLists, int kWidth, int kStep>
+template <class Op, unsigned kUsed, int kWidth, int kStep>
 struct Coefs {
   Vector<float, kStep> value[kWidth / kStep][Op::kCoefs] = {};
 
@@ -50,7 +50,7 @@ struct Coefs {
 #pragma unroll
     for (int k = 0; k < kWidth; ++k) {
       float of_channel[Op::kCoefs] = {};
-      if (k < range.count) Op::template coefs<kLists>(args, row, range.c + k, of_channel);
+      if (k < range.count) Op::template coefs<kUsed>(args, row, range.c + k, of_channel);
 #pragma unroll
       for (int i = 0; i < Op::kCoefs; ++i) value[k / kStep][i].lane[k % kStep] = of_channel[i];
     }
@@ -90,10 +90,10 @@ __device__ inline void store_images(const NnArgs& args, int64_t row,
 
 // Loads a pack of each image that the op reads, calls run(step, x, bits) for kStep channels at a
 // time, bits being those of the mask, and stores what the op writes.
-template <class Op, unsigned kLists, DType kType, bool kAligned, int kStep, int kWidth, class Run>
+template <class Op, unsigned kUsed, DType kType, bool kAligned, int kStep, int kWidth, class Run>
 __device__ inline void for_pack(const NnArgs& args, int64_t row, const ChannelRange<kWidth>& range,
                                 const Run& run) {
-  constexpr unsigned kRead = kLists & Op::kReads, kWritten = kLists & Op::kWrites;
+  constexpr unsigned kRead = kUsed & Op::kReads, kWritten = kUsed & Op::kWrites;
   Vector<float, kWidth> x[kMaxImages] = {};
   load_images<kRead, kType, kAligned>(args, row, range, x);
   const int64_t mask_byte = row * args.image.mask_bytes() + range.c / kPack;
@@ -134,8 +134,8 @@ static_assert(kSumThreads >= kSumPacks * kPack, "a thread for each channel adds 
 constexpr int64_t kFewBlocks = 160;
 constexpr int kNarrow = 2;
 
-// Blocks of a multiprocessor that have enough registers without a spill. (On its own, the compiler
-// gives a pass that computes much so many registers that two blocks fewer run at a time.)
+// See Note [launch bounds]. (On its own, the compiler gives a pass that computes much so many
+// registers that two blocks fewer run at a time.)
 template <class Op, DType kType, bool kAligned, int kWidth>
 constexpr int sum_blocks() {
   if (kWidth < kPack) return 8;
@@ -247,7 +247,7 @@ __device__ inline void finish_channels(const NnArgs& args, int64_t first_channel
 
 // Adds the sums of a span's tiles, one after another, and stores what is kept of them. `first` and
 // `second`: a thread's part of its tile.
-template <class Op, unsigned kLists, int kWidth, int kStep, int kSteps>
+template <class Op, unsigned kUsed, int kWidth, int kStep, int kSteps>
 __device__ inline void store_span_partial(const NnArgs& args, int64_t span, int64_t first_channel,
                                           const Vector<float, kStep> (&first)[kSteps],
                                           const Vector<float, kStep> (&second)[kSteps]) {
@@ -269,7 +269,7 @@ __device__ inline void store_span_partial(const NnArgs& args, int64_t span, int6
       total[1] += sums[1][t][i];
     }
     float coef[Op::kCoefs];
-    Op::template coefs<kLists>(args, span * kSpanRows, c, coef);
+    Op::template coefs<kUsed>(args, span * kSpanRows, c, coef);
     ChannelPartials<typename Op::Partial>(args, c).store(span,
                                                          Op::partial(coef, total[0], total[1]));
   }
@@ -280,7 +280,7 @@ __device__ inline void store_span_partial(const NnArgs& args, int64_t span, int6
 constexpr int64_t kLastBlockSpans = 128;
 
 // tickets: of arrives_last(), one for the blocks of the same channels.
-template <class Op, unsigned kLists, DType kType, bool kAligned, int kWidth>
+template <class Op, unsigned kUsed, DType kType, bool kAligned, int kWidth>
 __global__ void __launch_bounds__(kSumThreads, (sum_blocks<Op, kType, kAligned, kWidth>()))
     sum_kernel(NnArgs args, unsigned* tickets) {
   assume_type<kType>(args);
@@ -297,32 +297,32 @@ __global__ void __launch_bounds__(kSumThreads, (sum_blocks<Op, kType, kAligned, 
   __shared__ float of_rows[Op::kCoefsOfRow ? kSpanRows : 1][Op::kCoefs];
   if constexpr (Op::kCoefsOfRow) {  // loaded together, before the rows
     for (int i = threadIdx.x; i < image.rows_of(span); i += kSumThreads)
-      Op::template coefs<kLists>(args, first_row + i, 0, of_rows[i]);
+      Op::template coefs<kUsed>(args, first_row + i, 0, of_rows[i]);
     __syncthreads();
   }
   F first[kSteps] = {}, second[kSteps] = {};
   if (range.count > 0) {
     const int64_t begin = first_row + tile * kTileRows;
     const int64_t end = begin + kTileRows < image.rows ? begin + kTileRows : image.rows;
-    const Coefs<Op, kLists, kWidth, kStep> coefs(args, first_row, range);
+    const Coefs<Op, kUsed, kWidth, kStep> coefs(args, first_row, range);
 #pragma unroll kWidth == kPack ? 4 : 8
     for (int64_t row = begin; row < end; ++row) {
       F of_row[Op::kCoefs];
 #pragma unroll
       for (int i = 0; i < Op::kCoefs; ++i)
         of_row[i] = F(Op::kCoefsOfRow ? of_rows[row - first_row][i] : 0.0f);
-      for_pack<Op, kLists, kType, kAligned, kStep>(
+      for_pack<Op, kUsed, kType, kAligned, kStep>(
           args, row, range, [&](int step, F(&x)[kMaxImages], uint32_t bits) {
             if constexpr (Op::kCoefsOfRow) {
-              Op::template add<kLists>(x, of_row, bits, first[step], second[step]);
+              Op::template add<kUsed>(x, of_row, bits, first[step], second[step]);
             } else {
-              Op::template add<kLists>(x, coefs.value[step], bits, first[step], second[step]);
+              Op::template add<kUsed>(x, coefs.value[step], bits, first[step], second[step]);
             }
           });
     }
   }
 
-  store_span_partial<Op, kLists, kWidth>(args, span, first_channel, first, second);
+  store_span_partial<Op, kUsed, kWidth>(args, span, first_channel, first, second);
   if (image.spans() > kLastBlockSpans) return;
   if (image.spans() == 1) {
     __syncthreads();
@@ -332,11 +332,11 @@ __global__ void __launch_bounds__(kSumThreads, (sum_blocks<Op, kType, kAligned, 
   finish_channels<Op, kSumThreads, kChannels>(args, first_channel);
 }
 
-constexpr int kFinishChannels = kLanes / kRowLanes;
+constexpr int kFinishChannels = kBlockThreads / kRowLanes;
 
 template <class Op>
-__global__ void __launch_bounds__(kLanes) finish_kernel(NnArgs args) {
-  finish_channels<Op, kLanes, kFinishChannels>(args, blockIdx.x * int64_t(kFinishChannels));
+__global__ void __launch_bounds__(kBlockThreads) finish_kernel(NnArgs args) {
+  finish_channels<Op, kBlockThreads, kFinishChannels>(args, blockIdx.x * int64_t(kFinishChannels));
 }
 
 // ---- maps ----
@@ -352,7 +352,7 @@ struct MapGrid {
     const int64_t packs = ceil_div(image.channels, kPack);
     while (width < packs && width < 32) width *= 2;
     columns = ceil_div(packs, width);
-    const auto count = [&] { return columns * ceil_div(image.rows, kLanes / width * rows); };
+    const auto count = [&] { return columns * ceil_div(image.rows, kBlockThreads / width * rows); };
     if (count() < kFewBlocks) rows = kRowsAtOnce;
     blocks = count();
   }
@@ -360,31 +360,31 @@ struct MapGrid {
 
 // Goes backwards over the rows: sums have just gone forwards, and the end of what they read is
 // still in the L2 cache.
-template <class Op, unsigned kLists, DType kType, bool kAligned>
-__global__ void __launch_bounds__(kLanes) map_kernel(NnArgs args, MapGrid grid) {
+template <class Op, unsigned kUsed, DType kType, bool kAligned>
+__global__ void __launch_bounds__(kBlockThreads) map_kernel(NnArgs args, MapGrid grid) {
   const ImageRows& image = args.image;
   const int64_t block = grid.blocks - 1 - blockIdx.x;
   const ChannelRange<kPack> range(image,
                                   block % grid.columns * grid.width + threadIdx.x % grid.width);
   if (range.count <= 0) return;
-  const int height = kLanes / grid.width;
+  const int height = kBlockThreads / grid.width;
   int64_t row = block / grid.columns * height * grid.rows + threadIdx.x / grid.width;
-  const Coefs<Op, kLists, kPack, kPack> coefs(args, 0, range);
+  const Coefs<Op, kUsed, kPack, kPack> coefs(args, 0, range);
 #pragma unroll 1
   for (int done = 0; done < grid.rows; done += kRowsAtOnce) {
 #pragma unroll
     for (int i = 0; i < kRowsAtOnce; ++i, row += height) {
       if (row >= image.rows) continue;
-      for_pack<Op, kLists, kType, kAligned, kPack>(
+      for_pack<Op, kUsed, kType, kAligned, kPack>(
           args, row, range, [&](int step, Vector<float, kPack>(&x)[kMaxImages], uint32_t& bits) {
-            Op::template apply<kLists>(x, coefs.value[step], bits);
+            Op::template apply<kUsed>(x, coefs.value[step], bits);
           });
     }
   }
 }
 
-template <class Op, unsigned kLists, DType kType, bool kAligned>
-void start(const NnArgs& args, cudaStream_t stream) {
+template <class Op, unsigned kUsed, DType kType, bool kAligned>
+void launch_channels(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
   if constexpr (Op::kKind == PassKind::kChannelSum) {
     constexpr int kFine = kAligned ? kNarrow : kPack;
@@ -394,17 +394,17 @@ void start(const NnArgs& args, cudaStream_t stream) {
     const int64_t count = columns(few ? kFine : kPack);
     const bool last_finishes = spans <= kLastBlockSpans;
     unsigned* const tickets = last_finishes && spans > 1 ? take_tickets(count, stream) : nullptr;
-    launch(NamedKernel{Op::kName, few ? sum_kernel<Op, kLists, kType, kAligned, kFine>
-                                      : sum_kernel<Op, kLists, kType, kAligned, kPack>},
+    launch(NamedKernel{Op::kName, few ? sum_kernel<Op, kUsed, kType, kAligned, kFine>
+                                      : sum_kernel<Op, kUsed, kType, kAligned, kPack>},
            spans * count, kSumThreads, stream, args, tickets);
     if (!last_finishes) {
       launch(NamedKernel{Op::kName, finish_kernel<Op>}, ceil_div(image.channels, kFinishChannels),
-             kLanes, stream, args);
+             kBlockThreads, stream, args);
     }
   } else {
     const MapGrid grid(image);
-    launch(NamedKernel{Op::kName, map_kernel<Op, kLists, kType, kAligned>}, grid.blocks, kLanes,
-           stream, args, grid);
+    launch(NamedKernel{Op::kName, map_kernel<Op, kUsed, kType, kAligned>}, grid.blocks,
+           kBlockThreads, stream, args, grid);
   }
 }
 
@@ -412,17 +412,18 @@ void start(const NnArgs& args, cudaStream_t stream) {
 
 template <class Op>
 void NnDeviceKernel<Op>::run(const NnArgs& args, cudaStream_t stream) {
-  with_lists<Op>(args, [&](auto lists) {
+  with_used_images<Op>(args, [&](auto used) {
     with_storage(args.image.dtype, [&](auto storage) {
       constexpr DType kType = decltype(storage)::kType;
-      constexpr unsigned kLists = lists | half_images(kType);
-      const bool whole = aligned(args, kLists);
+      constexpr unsigned kUsed = used | half_images(kType);
+      const bool whole = aligned(args, kUsed);
       if constexpr (Op::kKind != PassKind::kChannelSum && Op::kKind != PassKind::kChannelMap) {
-        start_rows<Op, lists, kType>(args, whole, stream);
+        // (Their ops have no cheaper form for half types.)
+        launch_rows<Op, used, kType>(args, whole, stream);
       } else if (whole) {
-        start<Op, kLists, kType, true>(args, stream);
+        launch_channels<Op, kUsed, kType, true>(args, stream);
       } else {
-        start<Op, kLists, kType, false>(args, stream);
+        launch_channels<Op, kUsed, kType, false>(args, stream);
       }
     });
   });

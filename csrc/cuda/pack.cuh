@@ -37,19 +37,22 @@ template <int kWidth>
 struct Pack {
   uint32_t word[kWidth] = {};
 
+  // The bits of an element of kSize bytes.
+  template <int kSize>
+  static constexpr uint32_t kOnes = ~0u >> (32 - 8 * kSize);
+
   // Element k of those of kSize bytes.
   template <int kSize>
   __device__ uint32_t get(int k) const {
     constexpr int kPerWord = 4 / kSize;
     const uint32_t bits = word[k / kPerWord] >> 8 * kSize * (k % kPerWord);
-    return kSize == 4 ? bits : bits & ((1u << 8 * kSize % 32) - 1);
+    return bits & kOnes<kSize>;
   }
   // Sets element k, which must be zero before.
   template <int kSize>
   __device__ void put(int k, uint32_t bits) {
     constexpr int kPerWord = 4 / kSize;
-    if (kSize < 4) bits &= (1u << 8 * kSize % 32) - 1;
-    word[k / kPerWord] |= bits << 8 * kSize * (k % kPerWord);
+    word[k / kPerWord] |= (bits & kOnes<kSize>) << 8 * kSize * (k % kPerWord);
   }
 };
 

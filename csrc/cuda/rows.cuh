@@ -14,7 +14,7 @@
 namespace ampfuse {
 
 constexpr int kGroupThreads = kRowWidth / kPack;
-static_assert(kRowGroups * kGroupThreads == kLanes, "a block has the groups of a row");
+static_assert(kRowGroups * kGroupThreads == kBlockThreads, "a block has the groups of a row");
 
 // Where a thread is in its block: `groups` groups of kGroupThreads have a row.
 struct RowPlace {
@@ -94,7 +94,7 @@ __device__ inline void merge_group(Vector<float, kPack> (&value)[Op::kValues], i
 }
 
 template <class Op, bool kPlain, DType kType, bool kAligned>
-__global__ void __launch_bounds__(kLanes, 2) row_sum_kernel(NnArgs args, int groups) {
+__global__ void __launch_bounds__(kBlockThreads, 2) row_sum_kernel(NnArgs args, int groups) {
   const int64_t columns = args.image.channels, spans = ceil_div(columns, kSpanColumns);
   const RowPlace place(groups);
   const bool exists = place.row < args.image.rows;
@@ -139,19 +139,19 @@ struct RowMapGrid {
 
   explicit RowMapGrid(const ImageRows& image) {
     const int64_t packs = ceil_div(image.channels, kPack);
-    while (1 << log < packs && 1 << log < kLanes) ++log;
+    while (1 << log < packs && 1 << log < kBlockThreads) ++log;
     column_blocks = ceil_div(packs, kPacksEach << log);
-    blocks = column_blocks * ceil_div(image.rows, kLanes >> log);
+    blocks = column_blocks * ceil_div(image.rows, kBlockThreads >> log);
   }
 };
 
 // Goes backwards over the rows: what the sum read last is still in the L2 cache.
 template <class Op, bool kPlain, DType kType, bool kAligned>
-__global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowMapGrid grid) {
+__global__ void __launch_bounds__(kBlockThreads) row_map_kernel(NnArgs args, RowMapGrid grid) {
   const int64_t columns = args.image.channels;
   const unsigned block = gridDim.x - 1 - blockIdx.x, column_blocks = unsigned(grid.column_blocks);
   const int64_t row =
-      int64_t(block / column_blocks) * (kLanes >> grid.log) + (threadIdx.x >> grid.log);
+      int64_t(block / column_blocks) * (kBlockThreads >> grid.log) + (threadIdx.x >> grid.log);
   if (row >= args.image.rows) return;
   const float* weights = args.vectors[Op::kWeight];
   const bool counts = Op::counts(args, row);
@@ -171,22 +171,23 @@ __global__ void __launch_bounds__(kLanes) row_map_kernel(NnArgs args, RowMapGrid
         const float weight = kPlain || weights == nullptr || k >= count ? 1.0f : weights[c + k];
         return Op::template apply<kPlain>(logit, coef, weight, hit);
       };
-      // As if no column were the target, whose own value replaces that of its pack then.
+      // All columns of a pack are computed as if none were the target: asking in each costs a
+      // select. The target is computed once more, from its logit, and replaces its column.
       const int hit = uint64_t(target - c) < kPack ? int(target - c) : kPack;
-      float of_target = 0.0f;
-      if (hit < kPack) {
+      // (An index that varies would move the pack to local memory.)
+      const auto with_target = [&](const auto& run) {
 #pragma unroll
         for (int k = 0; k < kPack; ++k)
-          if (k == hit) of_target = x[k];
+          if (k == hit) run(x[k]);
+      };
+      float of_target = 0.0f;
+      if (hit < kPack) {
+        with_target([&](float& logit) { of_target = logit; });
         of_target = map(hit, of_target, 1u);
       }
 #pragma unroll
       for (int k = 0; k < kPack; ++k) x[k] = map(k, x[k], 0u);
-      if (hit < kPack) {
-#pragma unroll
-        for (int k = 0; k < kPack; ++k)
-          if (k == hit) x[k] = of_target;
-      }
+      if (hit < kPack) with_target([&](float& y) { y = of_target; });
     }
     store_pack<kAligned>(ImagePacks<kType>(args.images[Op::kOutput], row * columns + c, false), 0,
                          count, narrow<kType>(x));
@@ -265,7 +266,7 @@ __device__ inline void sum_over_row(const RowPlace& place, int64_t columns,
 // One thread's part of a pass over a row. kHeld: rows are held in registers, kHeld packs a thread,
 // with weights and biases of type kAffine. Their packs are aligned and whole, and each group has
 // one span at most: all of it is loaded once, before any of it is used. 0: rows are not held.
-template <class Op, unsigned kLists, DType kType, DType kAffine, int kHeld>
+template <class Op, unsigned kUsed, DType kType, DType kAffine, int kHeld>
 struct RowPass {
   using Column = std::conditional_t<kHeld, int, int64_t>;
   const NnArgs& args;
@@ -347,18 +348,18 @@ struct RowPass {
   // The sums of stage kStage; kKnown: the images that are held.
   template <int kStage, unsigned kKnown>
   __device__ void sum() {
-    constexpr unsigned kWritten = Op::writes(kLists, kStage);
+    constexpr unsigned kWritten = Op::writes(kUsed, kStage);
     float value[kPack][Op::kSums] = {};
     for_packs([&](int slot, Column c, int count) {
       float x[kMaxImages][kPack] = {}, weight[kPack];
-      widen_images<Op::reads(kLists, kStage), kKnown>(slot, c, count, x);
+      widen_images<Op::reads(kUsed, kStage), kKnown>(slot, c, count, x);
       if constexpr (kWritten != 0) {
-        for_columns(x, [](int, float (&each)[kMaxImages]) { Op::template first<kLists>(each); });
+        for_columns(x, [](int, float (&each)[kMaxImages]) { Op::template first<kUsed>(each); });
         store_images<kWritten>(slot, c, count, x);
       }
       load_affine<kAffine>(args.affine.weight, args.affine.dtype, own + c, count, 1.0f, weight);
       for_columns(x, [&](int k, float (&each)[kMaxImages]) {
-        if (k < count) Op::template add<kStage, kLists>(each, coef, weight[k], 1u, value[k]);
+        if (k < count) Op::template add<kStage, kUsed>(each, coef, weight[k], 1u, value[k]);
       });
     });
     float sums[Op::kSums];
@@ -370,44 +371,44 @@ struct RowPass {
   __device__ void map() {
     for_packs([&](int slot, Column c, int count) {
       float x[kMaxImages][kPack] = {}, weight[kPack], bias[kPack];
-      widen_images<Op::reads(kLists, Op::kStages), kKnown>(slot, c, count, x);
+      widen_images<Op::reads(kUsed, Op::kStages), kKnown>(slot, c, count, x);
       load_affine<kAffine>(args.affine.weight, args.affine.dtype, own + c, count, 1.0f, weight);
       load_affine<kAffine>(args.affine.bias, args.affine.dtype, own + c, count, 0.0f, bias);
       for_columns(x, [&](int k, float (&each)[kMaxImages]) {
-        Op::template apply<kLists>(each, coef, weight[k], bias[k]);
+        Op::template apply<kUsed>(each, coef, weight[k], bias[k]);
       });
-      store_images<Op::writes(kLists, Op::kStages)>(slot, c, count, x);
+      store_images<Op::writes(kUsed, Op::kStages)>(slot, c, count, x);
     });
   }
 
   // Stage kStage, those that follow, and the map; kKnown: the images that are held already.
   template <int kStage = 0, unsigned kKnown = 0>
   __device__ void run() {
-    constexpr unsigned kRead = Op::reads(kLists, kStage);
+    constexpr unsigned kRead = Op::reads(kUsed, kStage);
     // (Three images of FP16 take two registers more than there are.)
     constexpr bool kFits = kType != DType::kFloat16 || count_lists(kRead) < 3;
     constexpr unsigned kNow = kFits ? kRead : kKnown;
     if (kHeld) hold<(kNow & ~kKnown)>();
     // (Here, not before hold(): the coefficients' loads overlap with the row's.)
-    if (kStage == 0 && exists) Op::template begin<kLists>(args, place.row, coef);
+    if (kStage == 0 && exists) Op::template begin<kUsed>(args, place.row, coef);
     if constexpr (kStage < Op::kStages) {
       sum<kStage, kNow>();
-      run<kStage + 1, (kNow | Op::writes(kLists, kStage))>();
+      run<kStage + 1, (kNow | Op::writes(kUsed, kStage))>();
     } else {
       map<kNow>();
     }
   }
 };
 
-// Blocks of a multiprocessor: enough to keep sufficient loads in flight.
-template <class Op, unsigned kLists, int kHeld>
-constexpr int kPassBlocks = (count_lists(Op::reads(kLists, 0)) == 1 ? 3 : 2) + (kHeld == 1);
+// See Note [launch bounds]: enough to keep sufficient loads in flight.
+template <class Op, unsigned kUsed, int kHeld>
+constexpr int kPassBlocks = (count_lists(Op::reads(kUsed, 0)) == 1 ? 3 : 2) + (kHeld == 1);
 
-template <class Op, unsigned kLists, DType kType, DType kAffine, int kHeld>
-__global__ void __launch_bounds__(kLanes, (kPassBlocks<Op, kLists, kHeld>))
+template <class Op, unsigned kUsed, DType kType, DType kAffine, int kHeld>
+__global__ void __launch_bounds__(kBlockThreads, (kPassBlocks<Op, kUsed, kHeld>))
     row_pass_kernel(NnArgs args, int groups, bool aligned) {
   assume_type<kType>(args);
-  RowPass<Op, kLists, kType, kAffine, kHeld> pass(args, groups, aligned);
+  RowPass<Op, kUsed, kType, kAffine, kHeld> pass(args, groups, aligned);
   pass.run();
 }
 
@@ -421,16 +422,16 @@ inline int groups_of(const ImageRows& image, int span_columns) {
 }
 
 template <class Op, bool kPlain, DType kType, bool kAligned>
-void start_plain_rows(const NnArgs& args, cudaStream_t stream) {
+void launch_row_sum_or_map(const NnArgs& args, cudaStream_t stream) {
   const ImageRows& image = args.image;
   if constexpr (Op::kKind == PassKind::kRowSum) {
     const int groups = groups_of(image, kSpanColumns);
     launch(NamedKernel{Op::kName, row_sum_kernel<Op, kPlain, kType, kAligned>},
-           ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups);
+           ceil_div(image.rows, kRowGroups / groups), kBlockThreads, stream, args, groups);
   } else {
     const RowMapGrid grid(image);
-    launch(NamedKernel{Op::kName, row_map_kernel<Op, kPlain, kType, kAligned>}, grid.blocks, kLanes,
-           stream, args, grid);
+    launch(NamedKernel{Op::kName, row_map_kernel<Op, kPlain, kType, kAligned>}, grid.blocks,
+           kBlockThreads, stream, args, grid);
   }
 }
 
@@ -443,29 +444,28 @@ void with_least(std::integer_sequence<int, kFirst, kMore...>, int64_t wanted, co
   run(std::integral_constant<int, kFirst>());
 }
 
-template <class Op, unsigned kLists, DType kType>
-void start_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
+template <class Op, unsigned kUsed, DType kType>
+void launch_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
   if constexpr (Op::kKind != PassKind::kRowPass) {
-    const auto start = [&](auto plain, auto whole) {
-      start_plain_rows<Op, decltype(plain)::value, kType, decltype(whole)::value>(args, stream);
+    const auto launch_aligned = [&](auto plain) {
+      constexpr bool kPlain = decltype(plain)::value;
+      aligned ? launch_row_sum_or_map<Op, kPlain, kType, true>(args, stream)
+              : launch_row_sum_or_map<Op, kPlain, kType, false>(args, stream);
     };
-    const auto start_plain = [&](auto plain) {
-      aligned ? start(plain, std::true_type()) : start(plain, std::false_type());
-    };
-    Op::is_plain(args) ? start_plain(std::true_type()) : start_plain(std::false_type());
+    Op::is_plain(args) ? launch_aligned(std::true_type()) : launch_aligned(std::false_type());
   } else {
     const ImageRows& image = args.image;
     const int groups = groups_of(image, kPassColumns);
-    const auto start = [&](auto affine, auto held) {
+    const auto launch_pass = [&](auto affine, auto held) {
       constexpr int kHeld = decltype(held)::value;
-      launch(NamedKernel{Op::kName,
-                         row_pass_kernel<Op, kLists, kType, decltype(affine)::value, kHeld>},
-             ceil_div(image.rows, kRowGroups / groups), kLanes, stream, args, groups, aligned);
+      launch(
+          NamedKernel{Op::kName, row_pass_kernel<Op, kUsed, kType, decltype(affine)::value, kHeld>},
+          ceil_div(image.rows, kRowGroups / groups), kBlockThreads, stream, args, groups, aligned);
     };
-    const auto start_held = [&](auto affine) {
+    const auto launch_held = [&](auto affine) {
       const int64_t columns = image.channels < kPassColumns ? image.channels : kPassColumns;
       with_least(HeldPacks(), ceil_div(columns, kRowWidth),
-                 [&](auto packs) { start(affine, packs); });
+                 [&](auto packs) { launch_pass(affine, packs); });
     };
     // FP32 would not fit into the registers.
     const auto whole = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
@@ -473,11 +473,11 @@ void start_rows(const NnArgs& args, bool aligned, cudaStream_t stream) {
       if (aligned && whole(args.affine.weight) && whole(args.affine.bias) &&
           image.channels <= kRowGroups * kPassColumns) {
         return args.affine.dtype == kType
-                   ? start_held(std::integral_constant<DType, kType>())
-                   : start_held(std::integral_constant<DType, DType::kFloat32>());
+                   ? launch_held(std::integral_constant<DType, kType>())
+                   : launch_held(std::integral_constant<DType, DType::kFloat32>());
       }
     }
-    start(std::integral_constant<DType, DType::kNone>(), std::integral_constant<int, 0>());
+    launch_pass(std::integral_constant<DType, DType::kNone>(), std::integral_constant<int, 0>());
   }
 }
 

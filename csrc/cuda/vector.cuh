@@ -132,8 +132,8 @@ HD Vector<float, kWidth> operator/(const Vector<float, kWidth>& a, const Vector<
   return a.of([&](int k) { return a.lane[k] / b.lane[k]; });
 }
 // The same for 1 / (sqrt(v) + eps) of an update. The second moments of an embedding's rows without
-// a gradient are zero, for which rsqrt() would be infinite: 2^-126 is added, which rounding takes
-// away from all other values in the range.
+// a gradient are zero, for which rsqrt() would be infinite: 2^-126 is added, which makes it finite
+// and is lost in rounding for every v of at least 2^-101.
 template <int kWidth>
 HD Vector<float, kWidth> reciprocal_of_root(const Vector<float, kWidth>& v, float eps) {
 #if defined(__CUDA_ARCH__)

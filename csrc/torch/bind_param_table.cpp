@@ -158,14 +158,14 @@ delayed one before it did.)")
 
 Code that edits it reports by ``found_inf`` whether it is finite. None if they left nothing, or zeros
 with `make`.)")
-      .def("has_new", &GradientLedger::has_new,
+      .def("has_gradient_from_outside", &GradientLedger::has_gradient_from_outside,
            "Whether a gradient came from outside a pass, as from a backward() of the user's.")
       .def("cancel_backward", &GradientLedger::cancel_backward, "Drop what a failed pass left.")
       .def("materialize", &GradientLedger::materialize, py::arg("all") = false,
            R"(Put FP32 unscaled gradients into the ``.grad`` of masters and their weights.
 
 Only those that carry a scale, or `all`.)")
-      .def("look", &GradientLedger::look, py::arg("param"),
+      .def("before_read", &GradientLedger::before_read, py::arg("param"),
            "The ``.grad`` of a master or of its weight is about to be read.")
       .def("assign", &GradientLedger::assign, py::arg("param"), py::arg("value"),
            R"(``param.grad = value``, of a master or of its weight: what the step uses, unscaled.
@@ -177,29 +177,44 @@ RuntimeError: of another shape or on another device than the parameter.)")
 
 void bind_plan(py::module_& m) {
   py::class_<StepPlan>(m, "StepPlan", py::module_local(), "A table's step; see step_plan.h.")
-      .def("collect", &StepPlan::collect, py::arg("scale"), py::arg("unscales"),
-           py::arg("unscales_half") = false, py::arg("groups") = py::none(),
+      .def("collect", &StepPlan::collect, py::arg("scale"), py::arg("write_back"),
+           py::arg("write_back_half") = false, py::arg("groups") = py::none(),
            py::arg("states") = py::none(),
            R"(Find and check the gradients of a step; the rows that have one but no state yet.
 
 None where `groups` or `states`, if given, are not what the table remembers.
-`scale` is what gradients outside scale_loss carry; with `unscales` the update writes those in FP32
-back without it, with `unscales_half` the others too. Nothing has changed when this raises.)")
+`scale` is what gradients outside scale_loss carry; with `write_back` the update writes those in FP32
+back without it, with `write_back_half` the others too. Nothing has changed when this raises.)")
       .def("measure", &StepPlan::measure,
            "Inspect the collected gradients, unless that was done already.")
       .def("new_meter", &StepPlan::new_meter, py::arg("changed"),
            "Buffers for `update` to meter into; `changed`: with bits of the changed weights.")
-      .def("update", &StepPlan::update, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
-           py::arg("inspect"), py::arg("skip_nonfinite"), py::arg("skip_spikes") = 0.0,
-           py::arg("meter") = py::none(), py::arg("between") = py::none(),
-           R"(The step over what `collect` found: decide, and unless that says skip, update.
+      .def(
+          "update",
+          [](StepPlan& plan, const std::optional<at::Tensor>& found_inf, double max_norm,
+             bool inspect, bool skip_nonfinite, double skip_spikes,
+             const std::optional<std::vector<at::Tensor>>& meter,
+             const std::optional<StepPlan::Between>& between) {
+            return plan.update({found_inf, max_norm, inspect, skip_nonfinite, skip_spikes}, meter,
+                               between);
+          },
+          py::kw_only(), py::arg("found_inf"), py::arg("max_norm"), py::arg("inspect"),
+          py::arg("skip_nonfinite"), py::arg("skip_spikes") = 0.0, py::arg("meter") = py::none(),
+          py::arg("between") = py::none(),
+          R"(The step over what `collect` found: decide, and unless that says skip, update.
 
 `between` is called with the rows whose steps have two stages, between these, and works on their
 scratch memory: nothing has changed if it raises. What it returns is called for the end, after other
 rows are updated. Neither is called where the CPU skips; True then.)")
-      .def("decide", &StepPlan::decide, py::kw_only(), py::arg("found_inf"), py::arg("max_norm"),
-           py::arg("inspect"), py::arg("skip_nonfinite"), py::arg("skip_spikes") = 0.0,
-           "Decide without an update, for an optimizer that steps by itself.")
+      .def(
+          "decide",
+          [](StepPlan& plan, const std::optional<at::Tensor>& found_inf, double max_norm,
+             bool inspect, bool skip_nonfinite, double skip_spikes) {
+            plan.decide({found_inf, max_norm, inspect, skip_nonfinite, skip_spikes});
+          },
+          py::kw_only(), py::arg("found_inf"), py::arg("max_norm"), py::arg("inspect"),
+          py::arg("skip_nonfinite"), py::arg("skip_spikes") = 0.0,
+          "Decide without an update, for an optimizer that steps by itself.")
       .def_readonly("knew_norm", &StepPlan::knew_norm,
                     "Whether the last decision knew the norm of its gradients.")
       .def("finish_step", &StepPlan::finish_step, "The gradients are consumed.")

@@ -1,4 +1,4 @@
-// Which backend works on a device. Only this file and bindings.cpp know about the emulation.
+// Which backend works on a device.
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "torch_backend.h"

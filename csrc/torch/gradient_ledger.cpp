@@ -92,9 +92,9 @@ void GradientLedger::restore(Row& row) {
   at::Tensor& grad = grad_of(row);
   grad = std::move(row.accumulated);
   row.copied_grad.reset();
-  const bool shows = row.model.defined() && !row.shard.whole.defined();
-  if (shows) row.param.mutable_grad() = grad;
-  row.grad_state = shows && grad.defined() ? Grad::kMirrored : Grad::kUnscaled;
+  const bool is_mirrored = row.model.defined() && !row.shard.whole.defined();
+  if (is_mirrored) row.param.mutable_grad() = grad;
+  row.grad_state = is_mirrored && grad.defined() ? Grad::kMirrored : Grad::kUnscaled;
 }
 
 void GradientLedger::begin_backward() {
@@ -120,7 +120,7 @@ void GradientLedger::begin_backward() {
       stash[i] = empty_laid_out_as(row.param, grad.scalar_type()).copy_(grad);
   }
   add_up(true, true);
-  knows_earlier_ = knows_earlier;
+  earlier_were_inspected_ = knows_earlier;
   edited_sums_ |= edited;
   stepped_ = false;
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -136,33 +136,33 @@ void GradientLedger::begin_backward() {
 bool GradientLedger::end_backward(const at::Tensor& scale, bool check, bool delay) {
   const LocalGradients local(table_);
   const at::Tensor none;
-  bool any = check, left = delayed_, knows_norm = check;
+  bool inspects = check, left_gradient = delayed_, knows_norm = check;
   std::vector<Row>& rows = table_.rows();
   for (size_t i = 0; i < rows.size(); ++i) {
     Row& row = rows[i];
     const at::Tensor &grad = checked(row), &earlier = row.accumulated;
     const bool has_model = row.model.defined();
     row.has_grad = grad.defined();
-    left |= row.has_grad;
+    left_gradient |= row.has_grad;
     if (earlier.defined() && (has_model || !row.has_grad)) knows_norm = false;
     if (row.has_grad && !has_model) {
       table_.set_gradient(i, grad, true, earlier, grad);
-      any = true;
+      inspects = true;
     } else if (row.has_grad && check) {
       table_.set_gradient(i, grad, true, none, none);
     } else {
       // The sum that this pass leaves unchanged may not be inspected yet. After this, all are.
-      const bool looks = check && !has_model && !row.inspected.is_unchanged(earlier);
-      table_.set_gradient(i, none, false, looks ? earlier : none, none);
+      const bool is_unseen = check && !has_model && !row.inspected.is_unchanged(earlier);
+      table_.set_gradient(i, none, false, is_unseen ? earlier : none, none);
     }
   }
   // Inspects also when the pass left no gradient: the loss scale needs its found_inf. An overflow
   // that an earlier pass reported is not counted again.
-  if (any) {
+  if (inspects) {
     Inspection inspection;
     inspection.record = check;
     inspection.same_pass = delayed_;
-    inspection.fresh = knows_earlier_;
+    inspection.fresh = earlier_were_inspected_;
     inspection.kept_scale = scale_.data_ptr<float>();
     inspector_.inspect(scale, inspection);
   } else {
@@ -195,10 +195,10 @@ bool GradientLedger::end_backward(const at::Tensor& scale, bool check, bool dela
     if (check && grad.defined() && (row.has_grad || !row.model.defined() || !edited_sums_))
       row.inspected.remember(grad);
   }
-  return left;
+  return left_gradient;
 }
 
-bool GradientLedger::has_new() {
+bool GradientLedger::has_gradient_from_outside() {
   const LocalGradients local(table_);
   bool found = !had_pass_;
   for (Row& row : table_.rows()) {
@@ -249,14 +249,15 @@ void GradientLedger::materialize(bool all) {
   }
 }
 
-void GradientLedger::look(const at::Tensor& param) {
+void GradientLedger::before_read(const at::Tensor& param) {
   Row* const row = table_.row_of(param);
   if (!row) return;
   const bool of_master = !param.is_same(row->leaf());
-  const bool waits = row->grad_state == Grad::kUnscaled || row->grad_state == Grad::kScaled;
+  const bool master_lacks_it =
+      row->grad_state == Grad::kUnscaled || row->grad_state == Grad::kScaled;
   if (row->grad_state == Grad::kMirrored) {
     grad_of(*row) = gradient(*row);
-  } else if (of_master ? waits && grad_of(*row).defined() : any_scaled_ && !stepped_) {
+  } else if (of_master ? master_lacks_it && grad_of(*row).defined() : any_scaled_ && !stepped_) {
     materialize(of_master);
   }
 }
@@ -273,13 +274,13 @@ void GradientLedger::assign(const at::Tensor& param, const std::optional<at::Ten
   }
   ++table_.changes;
   inspector_.knows_norm = false;
-  const bool has_master = row->model.defined(), runs = row->grad_state == Grad::kStashed;
-  const bool shows = has_master && is_float(grad) && !runs;
+  const bool has_master = row->model.defined(), in_pass = row->grad_state == Grad::kStashed;
+  const bool is_mirrored = has_master && is_float(grad) && !in_pass;
   grad_of(*row) = grad;
-  if (has_master) row->param.mutable_grad() = shows ? grad : at::Tensor();
-  if (runs) return;  // it belongs to this pass, like what autograd leaves
+  if (has_master) row->param.mutable_grad() = is_mirrored ? grad : at::Tensor();
+  if (in_pass) return;  // it belongs to this pass, like what autograd leaves
   row->accumulated.reset();
-  row->grad_state = shows ? Grad::kMirrored : Grad::kUnscaled;
+  row->grad_state = is_mirrored ? Grad::kMirrored : Grad::kUnscaled;
 }
 
 void GradientLedger::zero_grad(bool set_to_none) {
@@ -298,7 +299,7 @@ void GradientLedger::zero_grad(bool set_to_none) {
     row.grad_state = Grad::kUnscaled;
   }
   any_scaled_ = stepped_ = false;
-  go_idle();
+  forget_pass();
 }
 
 void GradientLedger::consume(bool stepped) {
@@ -307,7 +308,7 @@ void GradientLedger::consume(bool stepped) {
     prefetch_versions(rows, i);
     Row& row = rows[i];
     if (stepped && (row.has_grad || row.accumulated.defined())) row.mark_stepped();
-    if (stepped && row.unscales) {
+    if (stepped && row.writes_unscaled) {
       if (row.copied_grad.defined()) row.set_gradient(row.copied_grad);
       bump_version(row.gradient());
     }
@@ -324,10 +325,10 @@ void GradientLedger::consume(bool stepped) {
   }
   ++table_.changes;
   stepped_ = true;
-  go_idle();
+  forget_pass();
 }
 
-void GradientLedger::go_idle() {
+void GradientLedger::forget_pass() {
   had_pass_ = delayed_ = false;
   inspector_.knows_norm = edited_sums_ = false;
 }

@@ -35,10 +35,11 @@ class GradientLedger {
 
   void check();
   void begin_backward();
+  // Whether the pass, or the delayed one before it, left a gradient.
   bool end_backward(const at::Tensor& scale, bool check, bool delay);
   void cancel_backward();
   std::optional<at::Tensor> accumulated(int64_t row, bool make);
-  void look(const at::Tensor& param);
+  void before_read(const at::Tensor& param);
   void assign(const at::Tensor& param, const std::optional<at::Tensor>& value);
   void materialize(bool all);
   void zero_grad(bool set_to_none);
@@ -48,7 +49,7 @@ class GradientLedger {
   // The same, after updating the row's state if the gradient was dropped unseen.
   const at::Tensor& synced_gradient(Row& row);
   // Whether the gradient of some master came from outside a pass, or since it ended.
-  bool has_new();
+  bool has_gradient_from_outside();
   const at::Tensor& scale() const { return scale_; }  // of gradients in kScaled
   // Whether there was a pass since the last step.
   bool had_pass() const { return had_pass_; }
@@ -63,7 +64,7 @@ class GradientLedger {
   const at::Tensor& checked(Row& row);
   void add_up(bool begins, bool all);
   void restore(Row& row);
-  void go_idle();
+  void forget_pass();
 
   ParamTable& table_;
   Inspector& inspector_;
@@ -72,7 +73,7 @@ class GradientLedger {
   bool had_pass_ = false;
   bool stepped_ = false;  // no pass or gradient since the last step
   bool delayed_ = false;
-  bool knows_earlier_ = true;  // every gradient that the running pass found was inspected
+  bool earlier_were_inspected_ = true;  // every gradient that the running pass found was inspected
   bool edited_sums_ = false;
 };
 

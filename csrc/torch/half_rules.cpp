@@ -50,8 +50,8 @@ void set_autocast_rules(bool on) {
   torch::Library& m = *rules;  // so torch's macros call it, and types by their names alone
   using namespace at;
   Unwarned some_replace_rules;
-// A kernel as a type, where torch's macros hand m.impl() a pointer (see half_ops.cpp). Only a macro
-// can: a function gets the pointer as a value, and a type needs it when compiling.
+// torch's macros call m.impl(name, pointer). This makes it m.impl(name, TORCH_FN(pointer)), so that
+// the kernel is a type, and no object that dies with the library (see half_ops.cpp).
 #define impl(name, ...) impl(name, TORCH_FN((__VA_ARGS__)))
 #define AMPFUSE_HALF(...) KERNEL_CPU(__VA_ARGS__, lower_precision_fp)
 #define AMPFUSE_FLOAT(...) KERNEL_CPU(__VA_ARGS__, fp32)

@@ -93,7 +93,7 @@ void Inspector::set_gather(Gather gather, const std::optional<at::Tensor>& count
   counted_elsewhere_ = counted_elsewhere.value_or(at::Tensor());
 }
 
-void Inspector::share(bool found, at::Tensor norms, int64_t largest_column) {
+void Inspector::share(bool found, at::Tensor norms, std::optional<int64_t> largest) {
   if (counted_elsewhere_.defined() && norms.defined()) norms.masked_fill_(counted_elsewhere_, 0);
   const int64_t rows = table_.row_count();
   at::Tensor mine = state_;
@@ -108,8 +108,8 @@ void Inspector::share(bool found, at::Tensor norms, int64_t largest_column) {
     findings.stride = mine.numel();
     findings.norms = norms.data_ptr<float>();
     findings.values = norms.numel();
-    findings.first_largest = largest_column * rows;
-    findings.end_largest = findings.first_largest + rows;
+    findings.first_largest = largest.value_or(0) * rows;
+    findings.end_largest = findings.first_largest + (largest ? rows : 0);
   }
   const at::Tensor everyone = gather_(mine);
   TORCH_CHECK_VALUE(everyone.numel() > 0 && everyone.numel() % findings.stride == 0,
@@ -132,12 +132,13 @@ void Inspector::share_row_norms(bool found, bool of_params) {
   const int64_t begin = found ? kGradNorm : kParamNorm;
   const int64_t end = of_params ? kColumns : kParamNorm;
   const bool by_row = needs_row_norms();
-  share(found, by_row ? norms_.slice(0, begin, end) : at::Tensor(), kGradLargest - begin);
+  share(found, by_row ? norms_.slice(0, begin, end) : at::Tensor(),
+        found ? std::optional<int64_t>(kGradLargest) : std::nullopt);
 }
 
 void Inspector::share_measures(float* norms) {
   const at::Tensor all = at::from_blob(norms, {kMeasures, table_.row_count()}, norms_.options());
-  share(false, all, kMeasures);
+  share(false, all, std::nullopt);
 }
 
 }  // namespace ampfuse

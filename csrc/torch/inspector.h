@@ -31,6 +31,7 @@ class Inspector {
 
   explicit Inspector(ParamTable& table);
 
+  // `counted_elsewhere`, bool [rows]: rows that another rank has too, and counts.
   void set_gather(Gather gather, const std::optional<at::Tensor>& counted_elsewhere);
   bool is_shared() const { return bool(gather_); }
   StepState* state() const { return static_cast<StepState*>(state_.data_ptr()); }
@@ -49,7 +50,9 @@ class Inspector {
   void share_measures(float* norms);
 
  private:
-  void share(bool found, at::Tensor norms, int64_t largest_column);
+  // `largest`: the column of `norms` with largest magnitudes, which are merged by max, if there is
+  // one. The others, L2 norms, are added.
+  void share(bool found, at::Tensor norms, std::optional<int64_t> largest);
 
   ParamTable& table_;
   at::Tensor state_;  // a StepState

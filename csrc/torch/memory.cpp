@@ -6,6 +6,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace ampfuse {
@@ -13,14 +14,13 @@ namespace {
 
 // Less memory than this would mostly be the rims around the huge pages inside.
 constexpr size_t kLarge = size_t(4) << 20;
-constexpr uintptr_t kPage = 4096;
-
 // For memory that is not touched yet. A kernel without huge pages, or one that always gives them,
 // ignores it.
 void ask_for_huge_pages(void* data, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  const auto begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
-  const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
+  static const auto page = uintptr_t(sysconf(_SC_PAGESIZE));
+  const auto begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
   (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #else
   (void)data, (void)bytes;

@@ -42,6 +42,33 @@ static void check_can_be_walked(const at::Tensor& tensor, const std::string& nam
               "the optimizer.");
 }
 
+// Throws, naming the row, unless its master, or the remainder of one, fits its model weight.
+static void check_master(const at::Tensor& param, const at::Tensor& model, const Row& row) {
+  TORCH_CHECK(is_laid_out_as(model, param), row.name,
+              ": master and model weight differ, in shapes ", param.sizes(), " and ", model.sizes(),
+              " or in strides ", param.strides(), " and ", model.strides());
+  TORCH_CHECK_TYPE(!row.is_split || element_size(dtype_of(model)) == 2, row.name,
+                   ": the remainder of a split master needs a weight of float16 or bfloat16");
+}
+
+// The DTensor whose local shard is the row's leaf.
+static Shard shard_of(const at::Tensor& whole, int64_t origin, const Row& row) {
+  Shard shard;
+  shard.whole = whole;
+  shard.origin = origin;
+  shard.whole_object = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(whole));
+  TORCH_CHECK_TYPE(is_shard_of(shard.whole_object, row.leaf()), row.name,
+                   " is not the local shard of the DTensor that it is said to be");
+  return shard;
+}
+
+// Takes over a master's gradient, as a table before this one may have left it.
+static void adopt_gradient(Row& row) {
+  if (!row.model.defined() || !row.param.grad().defined()) return;
+  row.grad_state = Grad::kMirrored;
+  if (!row.model.grad().defined()) row.model.mutable_grad() = row.param.grad();
+}
+
 int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, std::string name,
                             int64_t model_version, bool at_random, std::optional<at::Tensor> whole,
                             int64_t origin, const std::optional<std::string>& algorithm) {
@@ -56,11 +83,7 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
     check_can_be_walked(tensor, row.name, device);
   if (model) {
     if (!whole) lay_out_as(*model, param);
-    TORCH_CHECK(is_laid_out_as(*model, param), row.name,
-                ": master and model weight differ, in shapes ", param.sizes(), " and ",
-                model->sizes(), " or in strides ", param.strides(), " and ", model->strides());
-    TORCH_CHECK_TYPE(!row.is_split || element_size(dtype_of(*model)) == 2, row.name,
-                     ": the remainder of a split master needs a weight of float16 or bfloat16");
+    check_master(param, *model, row);
     row.model = *model;
     row.model_version = model_version;
     row.model_data = model->data_ptr();
@@ -69,25 +92,16 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
   row.is_contiguous = row.param.is_contiguous();
   row.numel = row.param.numel();
   if (whole) {
-    row.shard.whole = *whole;
-    row.shard.origin = origin;
-    row.shard.whole_object =
-        pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(*whole));
-    TORCH_CHECK_TYPE(is_shard_of(row.shard.whole_object, row.leaf()), row.name,
-                     " is not the local shard of the DTensor that it is said to be");
+    row.shard = shard_of(*whole, origin, row);
     has_shards = true;
   }
   if (std::find(algorithms_.begin(), algorithms_.end(), row.algorithm) == algorithms_.end())
     algorithms_.push_back(row.algorithm);
-  // As a table before this one may have left it.
-  if (row.model.defined() && row.param.grad().defined()) {
-    row.grad_state = Grad::kMirrored;
-    if (!row.model.grad().defined()) row.model.mutable_grad() = row.param.grad();
-  }
+  adopt_gradient(row);
   for (const at::Tensor& tensor : {row.param, row.leaf()})
     row_of_[tensor.unsafeGetTensorImpl()] = rows_.size();
   rows_.push_back(std::move(row));
-  core_.reset();
+  core_.reset();  // and with it all hyper-parameters, which the caller sends again
   ++changes;
   return row_count() - 1;
 }

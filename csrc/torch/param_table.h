@@ -39,7 +39,7 @@ class ParamTable {
   void set_hyper(int64_t begin, int64_t end, const std::optional<at::Tensor>& lr_tensor,
                  const std::map<std::string, double>& values,
                  const std::map<std::string, at::Tensor>& on_device);
-  // The memory that the stages of a step pass on, see kScratch in core/ops/op.h.
+  // The memory that the stages of the next step pass on, see kScratch in core/ops/op.h.
   void set_scratch(const std::vector<std::pair<int64_t, at::Tensor>>& scratch);
   at::Tensor steps();
   at::Tensor norm_averages();

@@ -46,8 +46,8 @@ struct Contents {
 
 // What a row has if its leaf is the local shard of a DTensor.
 struct Shard {
-  // Between collect() and the end of a step, the gradient's own local tensor: owning it would count
-  // references of Python objects, twice for each row.
+  // The local tensor of the gradient, from collect() to the end of the step; nobody sets .grad in
+  // between. (Owning it would count references of Python objects, twice for each row.)
   const at::Tensor* borrowed = nullptr;
   at::Tensor whole;  // the DTensor; undefined if there is none
   pybind11::object whole_object, gradient_spec;
@@ -80,7 +80,7 @@ struct Row {
   bool is_split = false;
   bool is_layerwise = false;      // stepped as in LARC
   bool rounds_at_random = false;  // the parameter, in BF16
-  bool unscales = false;          // the update of this step unscales the gradient in place
+  bool writes_unscaled = false;   // the update of this step writes the gradient back, unscaled
   Contents inspected;
   int64_t taken_version = 0;  // of a gradient in kScaled, as its pass ended
 

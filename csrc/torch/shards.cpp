@@ -82,10 +82,9 @@ py::handle gradient_object(Row& row) {
                    "DTensor.from_local or distribute_tensor.");
   // FSDP gives all gradients of a parameter one spec.
   if (const py::handle spec = spec_of(object); !spec.is(row.shard.gradient_spec)) {
-    static const py::str name =
-        py::reinterpret_steal<py::str>(PyUnicode_InternFromString("placements"));
+    static const py::handle placements = PyUnicode_InternFromString("placements");
     const py::handle whole = row.shard.whole_object;
-    if (!spec.attr(name).equal(spec_of(whole).attr(name))) {
+    if (!spec.attr(placements).equal(spec_of(whole).attr(placements))) {
       const py::object placed = helper("redistributed")(object_of(gradient), whole);
       row.shard.whole.mutable_grad() = tensor_of(placed);
     }
@@ -152,7 +151,7 @@ LocalGradients::LocalGradients(ParamTable& table) : table_(table) {
     if (!row.shard.whole.defined()) continue;
     const py::handle gradient = gradient_object(row);
     at::Tensor& local = row.leaf().mutable_grad();
-    if (gradient) local = tensor_of(local_of(gradient));
+    local = gradient ? tensor_of(local_of(gradient)) : at::Tensor();
     row.shard.localized = local.unsafeGetTensorImpl();
     row.shard.borrowed = nullptr;
   }

@@ -28,51 +28,57 @@ void for_algorithms(ParamTable& table, const Pass& pass) {
 
 }  // namespace
 
+// Checks the gradient of a row and gives it to the core.
+void StepPlan::collect_gradient(int64_t index, const std::optional<at::Tensor>& scale,
+                                bool write_back, bool write_back_half) {
+  const at::Tensor none;
+  Row& row = table_.rows()[size_t(index)];
+  const at::Tensor& grad = ledger_.synced_gradient(row);
+  row.has_grad = grad.defined();
+  TORCH_CHECK(row.grad_state != Grad::kStashed,
+              "step() inside a backward pass of scale_loss; call it after the context has ended");
+  const bool carries_scale = row.has_grad && row.carries_scale();
+  carries_scale_ |= carries_scale;
+  const at::Tensor& used = row.has_grad ? row.checked(grad, table_.device) : none;
+  row.writes_unscaled =
+      write_back && scale && row.has_grad && (write_back_half || used.scalar_type() == at::kFloat);
+  table_.set_gradient(index, used, scale || carries_scale, row.accumulated, none);
+  table_.set_unscaled(index, row.writes_unscaled ? used : none);
+  if (row.has_grad ? !row.inspected.is_unchanged(grad) : row.inspected.impl.has_value())
+    unchanged_ = false;
+}
+
 std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Tensor>& scale,
-                                                      bool unscales, bool unscales_half,
+                                                      bool write_back, bool write_back_half,
                                                       pybind11::handle groups,
                                                       pybind11::handle states) {
   collected_at_ = -1;
   if (!table_.matches(groups, states)) return std::nullopt;
   std::vector<Row>& rows = table_.rows();
   if (table_.has_shards) borrow_local_gradients(rows);
-  const at::Tensor none;
-  bool any_scaled = false;
+  carries_scale_ = false;
   unchanged_ = !ledger_.has_edited_sums();
   edited_.clear();
-  std::vector<int64_t> stateless;
   staged_.clear();
+  std::vector<int64_t> stateless;
   // Every check comes before the first change of a tensor.
   for (size_t i = 0; i < rows.size(); ++i) {
     prefetch_row(rows, i);
     Row& row = rows[i];
     table_.follow_storage(i);
     if (row.was_edited()) edited_.push_back(i);
-    const at::Tensor& grad = ledger_.synced_gradient(row);
-    row.has_grad = grad.defined();
-    TORCH_CHECK(row.grad_state != Grad::kStashed,
-                "step() inside a backward pass of scale_loss; call "
-                "it after the context has ended");
-    const bool of_pass = row.has_grad && row.carries_scale();
-    any_scaled |= of_pass;
-    const at::Tensor& used = row.has_grad ? row.checked(grad, table_.device) : none;
-    row.unscales =
-        unscales && scale && row.has_grad && (unscales_half || used.scalar_type() == at::kFloat);
-    table_.set_gradient(i, used, scale || of_pass, row.accumulated, none);
-    table_.set_unscaled(i, row.unscales ? used : none);
-    if (row.has_grad ? !row.inspected.is_unchanged(grad) : row.inspected.impl.has_value())
-      unchanged_ = false;
-    const bool has_gradient = row.has_grad || row.accumulated.defined();
-    if (has_gradient && row.algorithm != Algorithm::of<NoOp>() && !row.has_states)
-      stateless.push_back(i);
-    if (has_gradient && info(row.algorithm).scratch >= 0) staged_.push_back(i);
+    collect_gradient(i, scale, write_back, write_back_half);
+    if (!row.has_grad && !row.accumulated.defined()) continue;
+    if (row.algorithm != Algorithm::of<NoOp>() && !row.has_states) stateless.push_back(i);
+    if (info(row.algorithm).scratch >= 0) staged_.push_back(i);
   }
-  TORCH_CHECK(!(scale && (any_scaled || ledger_.had_pass())),
+  const bool of_pass = carries_scale_ || ledger_.had_pass();
+  TORCH_CHECK(!(scale && of_pass),
               "these gradients carry the loss scale of amp.scale_loss and a GradScaler's as "
               "well; use one of the two");
   // After scale_loss the step belongs to its scale, even if every gradient is unscaled by now.
   collected_at_ = table_.changes;
-  scale_ = any_scaled || ledger_.had_pass() ? ledger_.scale() : scale.value_or(none);
+  scale_ = of_pass ? ledger_.scale() : scale.value_or(at::Tensor());
   return stateless;
 }
 
@@ -103,21 +109,21 @@ void StepPlan::measure() {
   }
 }
 
-void StepPlan::decide(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
-                      bool skip_nonfinite, double skip_spikes) {
+void StepPlan::decide(const StepOptions& options) {
   check_collected();
-  const bool needs_norm = max_norm > 0 || skip_spikes > 0 || inspector_.needs_row_norms();
-  const bool inspects = (needs_norm || (inspect && !unchanged_)) && !is_measured();
+  const bool needs_norm =
+      options.max_norm > 0 || options.skip_spikes > 0 || inspector_.needs_row_norms();
+  const bool inspects = (needs_norm || (options.inspect && !unchanged_)) && !is_measured();
   Preparation preparation;
   preparation.state = inspector_.state();
   StepDecision& decision = preparation.decision;
   decision.loss_scale = float_pointer(scale_, "scale", table_.device);
-  decision.found_inf = float_pointer(found_inf, "found_inf", table_.device);
-  decision.max_norm = max_norm;
+  decision.found_inf = float_pointer(options.found_inf, "found_inf", table_.device);
+  decision.max_norm = options.max_norm;
   decision.norm_known = knew_norm = inspects || (inspector_.knows_norm && unchanged_);
   TORCH_INTERNAL_ASSERT(decision.norm_known || !needs_norm);
-  decision.skip_nonfinite = skip_nonfinite;
-  decision.skip_spikes = skip_spikes;
+  decision.skip_nonfinite = options.skip_nonfinite;
+  decision.skip_spikes = options.skip_spikes;
   RowColumns& columns = preparation.columns;
   columns.steps = table_.steps().data_ptr<float>();
   if (inspector_.needs_row_norms()) {
@@ -171,9 +177,11 @@ Meter StepPlan::meter_of(const std::vector<at::Tensor>& buffers) {
 // Returns a function that takes the next decision back, after first stages, which change no more.
 std::function<void()> StepPlan::undo_of_decision() {
   return [this, state = inspector_.state_bytes().clone(), counts = table_.steps().clone(),
+          averages = table_.needs_grad_norms() ? table_.norm_averages().clone() : at::Tensor(),
           inspector_knew = inspector_.knows_norm, plan_knew = knew_norm] {
     inspector_.state_bytes().copy_(state);
     table_.steps().copy_(counts);
+    if (averages.defined()) table_.norm_averages().copy_(averages);
     inspector_.knows_norm = inspector_knew;
     knew_norm = plan_knew;
     collected_at_ = -1;
@@ -192,25 +200,25 @@ void StepPlan::run_first_stages(const DeviceScope& scope) {
   });
 }
 
-void StepPlan::update_rows(const DeviceScope& scope, bool staged, const Meter* meter) {
+void StepPlan::update_rows(const DeviceScope& scope, bool with_scratch, const Meter* meter) {
   const pybind11::gil_scoped_release release;
   for_algorithms(table_, [&](Algorithm algorithm) {
-    if (staged != (info(algorithm).scratch >= 0)) return;
+    if (with_scratch != (info(algorithm).scratch >= 0)) return;
     scope.backend().update(table_.core(), algorithm, inspector_.state(), meter, scope.stream());
   });
 }
 
-bool StepPlan::update(const std::optional<at::Tensor>& found_inf, double max_norm, bool inspect,
-                      bool skip_nonfinite, double skip_spikes,
+bool StepPlan::update(const StepOptions& options,
                       const std::optional<std::vector<at::Tensor>>& meter,
                       const std::optional<Between>& between) {
   if (table_.rows().empty()) return false;
   check_collected();
+  TORCH_CHECK_VALUE(between || staged_.empty(), "rows have a step of two stages; pass `between`");
   const Meter metered = meter ? meter_of(*meter) : Meter();
   Masters(table_).refresh(edited_);
   std::function<void()> undo, finish;
   if (between) undo = undo_of_decision();
-  decide(found_inf, max_norm, inspect, skip_nonfinite, skip_spikes);
+  decide(options);
   const DeviceScope scope(table_.device);
   run_first_stages(scope);
   // On a CPU the host sees the skip decision. A device runs `between` in vain if it skips.

@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <cstdint>
 
 #include "core/backend.h"
 #include "core/ops.h"
@@ -66,6 +67,12 @@ void bump_versions(const TensorList& tensors) {
   for (const at::Tensor& tensor : tensors) bump_version(tensor);
 }
 
+void bump_written(const std::vector<NamedList>& lists) {
+  for (const NamedList& list : lists) {
+    if (list.written) bump_versions(list.tensors);
+  }
+}
+
 void map(const std::vector<NamedList>& lists, MapOp op, MapArgs args,
          const std::optional<at::Tensor>& found_inf) {
   Table table = make_table(lists);
@@ -77,9 +84,44 @@ void map(const std::vector<NamedList>& lists, MapOp op, MapArgs args,
     const pybind11::gil_scoped_release release;
     scope.backend().map(table, op, args, scope.stream());
   }
-  for (const NamedList& list : lists) {
-    if (list.written) bump_versions(list.tensors);
-  }
+  bump_written(lists);
+}
+
+// The lists of a step; `models` and `updates` may be empty.
+std::vector<NamedList> lists_of_step(const TensorList& grads, const TensorList& params,
+                                     const TensorList& models,
+                                     const std::vector<TensorList>& states,
+                                     const TensorList& updates) {
+  static const char* const names[kMaxStates] = {"states[0]", "states[1]", "states[2]"};
+  std::vector<NamedList> lists = {{"grads", grads, kGrad, false}, {"params", params, kParam, true}};
+  for (size_t i = 0; i < states.size(); ++i)
+    lists.push_back({names[i], states[i], kState0 + int(i), true});
+  if (!models.empty()) lists.push_back({"models", models, kModel, true});
+  if (!updates.empty()) lists.push_back({"updates", updates, kGradOut, true});
+  return lists;
+}
+
+// The address of a column: a number for each row, float32, on the device.
+float* column(const at::Tensor& tensor, const char* name, int64_t rows, at::Device device) {
+  TORCH_CHECK_VALUE(tensor.numel() == rows, name, " has ", tensor.numel(), " elements for ", rows,
+                    " tensors");
+  return pointer_to<float>(tensor, name, rows, device);
+}
+
+// Gives all rows `hyper`, with the one rate of `lr_tensor`, or a rate for each row, in its place.
+void set_hyper(Table& table, RowHyper hyper, const std::optional<at::Tensor>& lr_tensor,
+               at::Device device) {
+  const int64_t rows = table.rows();
+  const bool one_rate = !lr_tensor || lr_tensor->numel() <= 1;
+  hyper.lr_tensor =
+      one_rate ? float_pointer(lr_tensor, "lr", device) : column(*lr_tensor, "lr", rows, device);
+  if (one_rate) return table.set_hyper(0, rows, hyper);
+  for (int64_t row = 0; row < rows; ++row, ++hyper.lr_tensor) table.set_hyper(row, row + 1, hyper);
+}
+
+at::Tensor new_step_state(at::Device device) {
+  return at::zeros({int64_t(sizeof(StepState))},
+                   at::TensorOptions().device(device).dtype(at::kByte));
 }
 
 }  // namespace
@@ -151,51 +193,35 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
           const std::optional<at::Tensor>& lr_tensor, const std::map<std::string, double>& values,
           const std::optional<at::Tensor>& loss_scale, const std::optional<at::Tensor>& found_inf) {
   const Algorithm chosen = algorithm_of(algorithm);
-  std::vector<NamedList> lists = {{"grads", grads, kGrad, false}, {"params", params, kParam, true}};
-  static const char* const names[kMaxStates] = {"states[0]", "states[1]", "states[2]"};
-  TORCH_CHECK_VALUE(states.size() <= kMaxStates, "there are at most three lists of states");
-  for (size_t i = 0; i < states.size(); ++i)
-    lists.push_back({names[i], states[i], kState0 + int(i), true});
-  if (!models.empty()) lists.push_back({"models", models, kModel, true});
-  if (!updates.empty()) lists.push_back({"updates", updates, kGradOut, true});
+  const AlgorithmInfo& about = info(chosen);
+  TORCH_CHECK_VALUE(about.scratch < 0, algorithm, " has no step on lists: it needs scratch memory");
+  const size_t most = about.states.size(), least = about.last_state_if ? most - 1 : most;
+  TORCH_CHECK_VALUE(least <= states.size() && states.size() <= most, algorithm, " has ", most,
+                    " lists of states, got ", states.size());
+  const std::vector<NamedList> lists = lists_of_step(grads, params, models, states, updates);
   Table table = make_table(lists);
   if (grads.empty()) return;
   const at::Device device = grads[0].device();
   const int64_t rows = table.rows();
-  const auto column = [&](const at::Tensor& tensor, const char* name) {
-    TORCH_CHECK_VALUE(tensor.numel() == rows, name, " has ", tensor.numel(), " elements for ", rows,
-                      " tensors");
-    return pointer_to<float>(tensor, name, rows, device);
-  };
-  RowHyper hyper = hyper_of(chosen, values);
-  hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
-  const bool lr_of_each = lr_tensor && lr_tensor->numel() > 1;
-  if (lr_of_each) column(*lr_tensor, "lr");
-  table.set_hyper(0, rows, hyper);
-  for (int64_t row = 0; row < rows; ++row) {
-    if (lr_of_each) {
-      table.set_hyper(row, row + 1, hyper);
-      ++hyper.lr_tensor;
-    }
-    table.set_scaled(row, loss_scale.has_value());
-  }
-  const auto options = at::TensorOptions().device(device);
-  at::Tensor state = at::zeros({int64_t(sizeof(StepState))}, options.dtype(at::kByte));
-  at::Tensor norms = at::empty({2, rows}, options.dtype(at::kFloat));
+  set_hyper(table, hyper_of(chosen, values), lr_tensor, device);
+  for (int64_t row = 0; row < rows; ++row) table.set_scaled(row, loss_scale.has_value());
+  const at::Tensor state = new_step_state(device);
+  const at::Tensor norms =
+      at::empty({2, rows}, at::TensorOptions().device(device).dtype(at::kFloat));
   auto* const step_state = static_cast<StepState*>(state.data_ptr());
   Preparation preparation;
   preparation.state = step_state;
   RowColumns& columns = preparation.columns;
-  columns.steps = column(steps, "steps");
+  columns.steps = column(steps, "steps", rows, device);
   StepDecision& decision = preparation.decision;
   decision.loss_scale = float_pointer(loss_scale, "loss_scale", device);
   decision.found_inf = float_pointer(found_inf, "found_inf", device);
   decision.skip_nonfinite = true;
   InspectArgs args;
-  const bool inspects = info(chosen).grad_norms;
+  const bool inspects = about.grad_norms;
   if (inspects) {
     TORCH_CHECK_VALUE(norm_averages, algorithm, " needs norm_averages");
-    columns.norm_averages = column(*norm_averages, "norm_averages");
+    columns.norm_averages = column(*norm_averages, "norm_averages", rows, device);
     args.scale = decision.loss_scale;
     args.row_norms = norms.data_ptr<float>();
     args.row_largest = args.row_norms + rows;
@@ -215,36 +241,28 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
     backend.first_stage(table, chosen, step_state, scope.stream());
     backend.update(table, chosen, step_state, nullptr, scope.stream());
   }
-  for (const NamedList& list : lists) {
-    if (list.written) bump_versions(list.tensors);
-  }
+  bump_written(lists);
 }
 
 void layerwise(const TensorList& grads, const TensorList& params, double lr,
                const std::optional<at::Tensor>& lr_tensor, double weight_decay,
                double trust_coefficient, double eps, bool clip) {
-  Table table = make_table({{"grads", grads, kGrad, false},
-                            {"params", params, kParam, false},
-                            {"grads", grads, kGradOut, true}});
+  Table table = make_table({{"grads", grads, kGrad, true}, {"params", params, kParam, false}});
   if (grads.empty()) return;
   const at::Device device = grads[0].device();
   const int64_t rows = table.rows();
   const auto algorithm = Algorithm::of<LayerwiseOp>();
   RowHyper hyper;
   hyper.lr = lr;
-  hyper.lr_tensor = float_pointer(lr_tensor, "lr", device);
   hyper.weight_decay = weight_decay;
   hyper.trust_coefficient = trust_coefficient;
   hyper.trust_eps = eps;
   hyper.flags = kLayerwise | (clip ? kClippedRatio : 0);
   hyper.algorithm = algorithm.index();
-  table.set_hyper(0, rows, hyper);
-  for (int64_t row = 0; row < rows; ++row) {
-    table.set(kGradOut, row, nullptr, DType::kNone);  // the norms come first
-  }
-  const auto options = at::TensorOptions().device(device);
-  at::Tensor state = at::zeros({int64_t(sizeof(StepState))}, options.dtype(at::kByte));
-  const at::Tensor columns = at::zeros({3, rows}, options.dtype(at::kFloat));
+  set_hyper(table, hyper, lr_tensor, device);
+  const at::Tensor state = new_step_state(device);
+  const at::Tensor columns =
+      at::zeros({3, rows}, at::TensorOptions().device(device).dtype(at::kFloat));
   auto* const step = static_cast<StepState*>(state.data_ptr());
   InspectArgs args;
   RowColumns& row_columns = args.preparation.columns;
@@ -260,7 +278,7 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
     Backend& backend = scope.backend();
     backend.measure_params(table, param_norms, scope.stream());
     backend.inspect(table, args, scope.stream());
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t row = 0; row < rows; ++row) {  // the norms are known: now they may be written
       const at::Tensor& grad = grads[size_t(row)];
       table.set(kGradOut, row, grad.data_ptr(), dtype_of(grad, "grads"));
     }
@@ -365,10 +383,10 @@ void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
       pointer_to<int32_t>(hysteresis_tracker, "hysteresis_tracker", 1, scale.device());
   rule.growth_factor = growth_factor;
   rule.backoff_factor = backoff_factor;
-  rule.growth_interval = int32_t(growth_interval);
+  rule.growth_interval = int32_t(std::min<int64_t>(growth_interval, INT32_MAX));
   rule.min_scale = min_scale;
   rule.max_scale = max_scale;
-  rule.hysteresis = int32_t(hysteresis);
+  rule.hysteresis = int32_t(std::min<int64_t>(hysteresis, INT32_MAX));
   const size_t count = std::max(found_infs.size(), shared.size());
   TORCH_CHECK_VALUE(count <= OverflowFlags::kMax, "a loss scaler takes at most ",
                     OverflowFlags::kMax, " optimizers, and this one has ", count);

@@ -36,7 +36,7 @@ void layerwise(const TensorList& grads, const TensorList& params, double lr,
                double trust_coefficient, double eps, bool clip);
 
 // Conversions between FP32 values and encoded storage; see core/quantized.h. All tensors have the
-// same layout, with one scale for each kBlock elements.
+// same layout, with one scale for each kScaleBlock elements.
 void join_master(const at::Tensor& model, const at::Tensor& remainder, const at::Tensor& out);
 void split_master(const at::Tensor& master, const at::Tensor& model, const at::Tensor& remainder);
 void decode_state(const std::string& algorithm, int64_t state, const std::string& storage,

@@ -1,4 +1,4 @@
-// From torch's devices, dtypes and streams to the core's. No other file uses both.
+// From torch's dtypes, devices and streams to the core's, and checks of tensors for kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -64,7 +64,7 @@ class DeviceScope {
 inline bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
 
 // The memory of a caller's tensor, for a kernel on `device` that reads or writes `count` elements.
-// Every pointer that a kernel gets, except the rows of a table, comes from here.
+// (Rows of a table and the images of a fused layer have checks of their own.)
 template <class T>
 T* pointer_to(const at::Tensor& tensor, const char* what, int64_t count, at::Device device) {
   constexpr at::ScalarType dtype = c10::CppTypeToScalarType<T>::value;

@@ -204,7 +204,7 @@ class Table(RuleBasedStateMachine):
 
     @rule(
         scale=vectors,
-        unscales=st.booleans(),
+        write_back=st.booleans(),
         half=st.booleans(),
         groups=containers,
         states=containers,
@@ -233,7 +233,7 @@ class Table(RuleBasedStateMachine):
     )
     def update(self, found_inf, max_norm, inspect, skip, again, wrong, meters):
         if again or not self.collected:
-            attempt(self.table.plan.collect, None, unscales=False)
+            attempt(self.table.plan.collect, None, write_back=False)
         meter = (wrong if wrong is not None else self.buffers) if meters else None
         self._step(self.table.plan.update, found_inf, max_norm, inspect, skip, meter=meter)
         self.collected = False

@@ -87,7 +87,7 @@ def test_states_that_do_not_fit_change_nothing(table, states, storage, average, 
     with pytest.raises((RuntimeError, ValueError, TypeError), match=said):
         table.set_states(0, states, storage, average)
     before = values(table)
-    assert table.plan.collect(None, unscales=False) == []  # the row has still its states
+    assert table.plan.collect(None, write_back=False) == []  # the row has still its states
     table.plan.update(**STEP)
     assert all((new < old).all() for new, old in zip(values(table), before, strict=True))
 
@@ -107,7 +107,7 @@ def test_buffers_that_are_no_meter(table, place, buffer, said):
     meter = table.plan.new_meter(True)
     meter[place] = buffer
     before = values(table)
-    table.plan.collect(None, unscales=False)
+    table.plan.collect(None, write_back=False)
     with pytest.raises((TypeError, ValueError), match=said):
         table.plan.update(**STEP, meter=meter)
     assert all(map(torch.equal, values(table), before))
@@ -121,7 +121,7 @@ def a_pass(table):
 def a_refusal(table):
     table.param(1).grad.data = torch.ones(2)
     with pytest.raises(RuntimeError, match="has shape"):
-        table.plan.collect(None, unscales=False)
+        table.plan.collect(None, write_back=False)
 
 
 OUTDATED = {
@@ -136,7 +136,7 @@ OUTDATED = {
 @pytest.mark.parametrize("outdate", OUTDATED.values(), ids=OUTDATED)
 @pytest.mark.parametrize("call", ["update", "decide", "measure"])
 def test_a_step_of_gradients_that_are_no_longer_there(table, outdate, call):
-    table.plan.collect(None, unscales=False)
+    table.plan.collect(None, write_back=False)
     outdate(table)
     before = values(table)
     with pytest.raises(RuntimeError, match=r"after collect\(\); call it again"):
@@ -153,7 +153,7 @@ def test_a_step_of_gradients_that_are_no_longer_there(table, outdate, call):
     ],
 )
 def test_scales_that_are_no_number(table, scale, said):
-    table.plan.collect(scale, unscales=True)
+    table.plan.collect(scale, write_back=True)
     with pytest.raises((TypeError, ValueError), match=said):
         table.plan.update(**{**STEP, "inspect": True})
     table.gradients.begin_backward()
@@ -166,7 +166,7 @@ def test_a_gradient_of_another_shape(table, grad):
     """Its setter looks, but not that of its data."""
     table.param(0).grad.data = grad
     with pytest.raises(RuntimeError, match="the gradient of a has shape"):
-        table.plan.collect(None, unscales=False)
+        table.plan.collect(None, write_back=False)
 
 
 def test_earlier_gradients_in_another_layout_add_up():
@@ -230,3 +230,18 @@ def test_random_calls_under_the_address_sanitizer(tmp_path):
     done, refused = map(int, result.stdout.split())
     assert done + refused >= 30_000
     assert done > refused / 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "states", "said"),
+    [
+        ("muon", 1, "scratch memory"),
+        ("adam", 1, "has 3 lists of states, got 1"),
+        ("sgd", 2, "got 2"),
+    ],
+)
+def test_a_step_on_lists_that_lacks_memory(algorithm, states, said):
+    x = [torch.ones(4)]
+    lists = [[torch.zeros(4)] for _ in range(states)]
+    with pytest.raises(ValueError, match=said):
+        _core.C.step(algorithm, x, x, [], lists, [], torch.zeros(1), None, None, {}, None, None)

@@ -77,3 +77,11 @@ def test_flags_on_another_device_are_refused():
     with pytest.raises(ValueError, match="found_inf is on meta"):
         _core.C.update_scale(*state, [far], *DEFAULTS.values())
     assert scaler.scale == 4.0
+
+
+@pytest.mark.parametrize("interval", [2**31, 2**32, 2**40])
+def test_an_interval_beyond_32_bits_never_ends(interval, device):
+    scaler = Scaler(1024.0, device, interval=interval, hysteresis=1)
+    for _ in range(3):
+        scaler.update(False)
+    assert float(scaler.scale) == 1024.0

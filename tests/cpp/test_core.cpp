@@ -107,7 +107,8 @@ std::vector<RowSpec> encoded_rows(const AlgorithmInfo& info) {
   int variant = 0;
   for (const int64_t n : seam_sizes()) rows.push_back(encoded_row(info, n, variant++));
   // Every kind at a vector, a block and a chunk, each with its neighbours.
-  for (const int64_t seam : {int64_t(16), int64_t(kBlock), int64_t(kTile), kChunk / 4, kChunk}) {
+  for (const int64_t seam :
+       {int64_t(16), int64_t(kScaleBlock), int64_t(kTile), kChunk / 4, kChunk}) {
     for (int i = 0; i < 24; ++i) rows.push_back(encoded_row(info, seam - 1 + i % 3, variant++));
   }
   return rows;
@@ -237,7 +238,7 @@ TEST(encoded_and_metered_steps) {
 // Scales that a division without its slow path would round wrongly, and none.
 TEST(quantized_states_of_any_size) {
   for (const float magnitude : {0.0f, 1e-37f, 1e-22f, 1e-15f, 1e10f, 1e18f, 1e25f}) {
-    RowSpec row = optimizer_row(3 * kBlock + 5, 0);
+    RowSpec row = optimizer_row(3 * kScaleBlock + 5, 0);
     row.types[kState0] = DType::kSigned8;
     row.types[kState1] = DType::kUnsigned8;
     Pair pair({row});

@@ -11,7 +11,7 @@ from torch.profiler import profile
 
 from ampfuse.nn import add_layer_norm, add_rms_norm, cross_entropy, patch_conv2d, split_qkv
 from cases import bf16, f16, f32
-from conftest import compilers
+from conftest import compilers, nn_ops
 
 ops = torch.ops.ampfuse
 
@@ -207,3 +207,23 @@ def test_they_compile_in_one_graph(backend):
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     found, expected = (torch.autograd.grad(run(*inputs), inputs) for run in (compiled, step))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_no_columns_are_an_error(device):
+    x = torch.empty(2, 0, device=device)
+    with pytest.raises(ValueError, match="columns"):
+        nn_ops().norm_forward(x, None, None, None, 0, 1e-5, True)
+
+
+def test_images_without_channels_are_an_error():
+    x = torch.empty(2, 0, 4, 4).to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match="no columns"):
+        nn_ops().batch_norm_moments(x)
+
+
+def test_weight_and_bias_of_two_types_are_an_error():
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    weight, bias = torch.ones(8, dtype=torch.bfloat16), torch.zeros(8)
+    with pytest.raises(TypeError, match=r"weight is .*BFloat16 and bias .*Float"):
+        nn_ops().norm_forward(x, None, weight, bias, 8, 1e-5, True)

@@ -64,6 +64,23 @@ def test_results_have_the_same_bits(dtype, training, hardware):
         assert all(map(torch.equal, kept, aside))
 
 
+def test_an_output_that_was_changed_without_a_gradient_is_kept():
+    """Its producer would make what it was before."""
+    block = Block()
+    x = image(2, 16, 5, 5)
+
+    def gradient(recomputed):
+        block.zero_grad()
+        with recompute(recomputed):
+            y = block.norm1(x)
+            with torch.no_grad():
+                y.mul_(0.5)
+            block.conv1(y).sum().backward()
+        return block.conv1.weight.grad.clone()
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("relu", [True, False])
 def test_the_kernel_repeats_itself(relu, bias, device):

@@ -114,16 +114,16 @@ struct ActivationForward : ChannelMap, Activation {
   static constexpr unsigned kReads = bit(kX) | bit(kUp), kWrites = bit(kY), kOptional = bit(kUp);
   static constexpr int kCoefs = 1;
 
-  template <unsigned kLists>
+  template <unsigned kUsed>
   HD static void coefs(const NnArgs& args, int64_t, int64_t c, float (&coef)[kCoefs]) {
     coef[0] = bias_of(args, c);
   }
 
-  template <unsigned kLists, class F>
+  template <unsigned kUsed, class F>
   HD static void apply(F (&x)[kMaxImages], const F (&coef)[kCoefs], uint32_t&) {
     const F z = x[kX] + coef[0];
-    F y = Curve::template at<(kLists & kHalfImages) != 0>(z).value;
-    if constexpr (kLists & bit(kUp)) y = y * x[kUp];
+    F y = Curve::template at<(kUsed & kHalfImages) != 0>(z).value;
+    if constexpr (kUsed & bit(kUp)) y = y * x[kUp];
     x[kY] = y;
   }
 };
@@ -143,17 +143,17 @@ struct ActivationBackward : ChannelSum, Activation {
     float sum;
   };
 
-  template <unsigned kLists>
+  template <unsigned kUsed>
   HD static void coefs(const NnArgs& args, int64_t, int64_t c, float (&coef)[kCoefs]) {
     coef[0] = bias_of(args, c);
   }
 
-  template <unsigned kLists, class F>
+  template <unsigned kUsed, class F>
   HD static void add(F (&x)[kMaxImages], const F (&coef)[kCoefs], uint32_t, F& sum, F&) {
     const F z = x[kX] + coef[0];
-    const Point<F> point = Curve::template at<(kLists & kHalfImages) != 0>(z);
+    const Point<F> point = Curve::template at<(kUsed & kHalfImages) != 0>(z);
     F dz = x[kDy];
-    if constexpr (kLists & bit(kUp)) {
+    if constexpr (kUsed & bit(kUp)) {
       x[kDup] = dz * point.value;
       dz = dz * x[kUp];
     }

@@ -48,13 +48,13 @@ struct BatchNormMoments : ChannelSum {
     float shift, sum, squares;  // of x - shift
   };
 
-  template <unsigned kLists>
+  template <unsigned kUsed>
   HD static void coefs(const NnArgs& args, int64_t row, int64_t c, float (&coef)[kCoefs]) {
     const int64_t first = row * args.image.channels + c;
     coef[0] = first_finite(load_float(args.images[kX], args.image.dtype, first));
   }
 
-  template <unsigned kLists, class F>
+  template <unsigned kUsed, class F>
   HD static void add(F (&x)[kMaxImages], const F (&coef)[kCoefs], uint32_t, F& sum, F& squares) {
     const F d = x[kX] - coef[0];
     sum = sum + d;
@@ -120,18 +120,18 @@ struct BatchNormApply : ChannelMap {
   static constexpr unsigned kOptional = bit(kResidual) | kMask;
   static constexpr int kCoefs = 3;
 
-  template <unsigned kLists>
+  template <unsigned kUsed>
   HD static void coefs(const NnArgs& args, int64_t, int64_t c, float (&coef)[kCoefs]) {
     coef[0] = args.vectors[kMean][c];
     coef[1] = scale_of(args.vectors[kWeight], args.vectors[kInvstd], c);
     coef[2] = args.vectors[kBias] ? args.vectors[kBias][c] : 0.0f;
   }
 
-  template <unsigned kLists, class F>
+  template <unsigned kUsed, class F>
   HD static void apply(F (&x)[kMaxImages], const F (&coef)[kCoefs], uint32_t& bits) {
     F y = fma(x[kX] - coef[0], coef[1], coef[2]);
-    if constexpr (kLists & bit(kResidual)) y = y + x[kResidual];
-    if constexpr (kLists & kMask) {
+    if constexpr (kUsed & bit(kResidual)) y = y + x[kResidual];
+    if constexpr (kUsed & kMask) {
       bits = above_zero(y);
       y = keep(bits, y);
     }
@@ -152,18 +152,18 @@ struct BatchNormReduce : ChannelSum {
     float sum, centered;
   };
 
-  template <unsigned kLists>
+  template <unsigned kUsed>
   HD static void coefs(const NnArgs& args, int64_t, int64_t c, float (&coef)[kCoefs]) {
     coef[0] = args.vectors[kMean][c];
   }
 
-  template <unsigned kLists, class F>
+  template <unsigned kUsed, class F>
   HD static void add(F (&x)[kMaxImages], const F (&coef)[kCoefs], uint32_t bits, F& sum,
                      F& centered) {
     const F g = keep(bits, x[kDy]);
     sum = sum + g;
     centered = fma(g, x[kX] - coef[0], centered);
-    if constexpr (kLists & bit(kG)) x[kG] = g;
+    if constexpr (kUsed & bit(kG)) x[kG] = g;
   }
 
   HD static Partial partial(const float (&)[kCoefs], float sum, float centered) {
@@ -191,10 +191,10 @@ struct BatchNormDx : ChannelMap {
   static constexpr unsigned kOptional = bit(kX);
   static constexpr int kCoefs = 4;
 
-  template <unsigned kLists>
+  template <unsigned kUsed>
   HD static void coefs(const NnArgs& args, int64_t, int64_t c, float (&coef)[kCoefs]) {
     coef[0] = scale_of(args.vectors[kWeight], args.vectors[kInvstd], c);
-    if constexpr (kLists & bit(kX)) {
+    if constexpr (kUsed & bit(kX)) {
       const float invstd = args.vectors[kInvstd][c], inverse_count = args.numbers[kInverseCount];
       coef[1] = args.vectors[kMean][c];
       coef[2] = args.vectors[kSum][c] * inverse_count;
@@ -204,10 +204,10 @@ struct BatchNormDx : ChannelMap {
     }
   }
 
-  template <unsigned kLists, class F>
+  template <unsigned kUsed, class F>
   HD static void apply(F (&x)[kMaxImages], const F (&coef)[kCoefs], uint32_t& bits) {
     const F g = keep(bits, x[kDy]);
-    if constexpr (kLists & bit(kX)) {
+    if constexpr (kUsed & bit(kX)) {
       x[kDx] = fma(coef[1] - x[kX], coef[3], g - coef[2]) * coef[0];
     } else {
       x[kDx] = g * coef[0];

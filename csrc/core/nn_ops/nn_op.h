@@ -97,8 +97,8 @@ struct ImageRows {
 
 constexpr int kMaxImages = 5, kMaxVectors = 8;
 constexpr unsigned kMask = bit(kMaxImages);
-// Among the lists of an instance: its images are FP16 or BF16, whose digits need no more than 2^-16
-// of a value.
+// With the images that an instance uses: they are FP16 or BF16, whose digits need no more than
+// 2^-16 of a value.
 constexpr unsigned kHalfImages = bit(kMaxImages + 1);
 HD constexpr unsigned half_images(DType dtype) {
   return element_size(dtype) == 2 ? kHalfImages : 0;
@@ -137,7 +137,7 @@ struct NnOp {
 
 struct NnPass {
   static constexpr unsigned kOptional = 0;
-  static constexpr unsigned kTogether = 0;  // the optional lists that come together
+  static constexpr unsigned kTogether = 0;  // the optional images that come together
   static constexpr bool kCoefsOfRow = false;
   static constexpr unsigned kPerRowVectors = 0;  // the vectors with a value for each row
 };
@@ -148,23 +148,23 @@ struct ChannelSum : NnPass {
   static constexpr PassKind kKind = PassKind::kChannelSum;
 };
 
-// Calls run(lists), an integral_constant: the lists that an op reads and writes, without optional
+// Calls run(used), an integral_constant: the images that an op reads and writes, without optional
 // ones that `args` lacks. `run` may be a host function.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
-template <class Op, unsigned kLists = Op::kReads | Op::kWrites, unsigned kOpen = Op::kOptional,
+template <class Op, unsigned kUsed = Op::kReads | Op::kWrites, unsigned kOpen = Op::kOptional,
           class Run>
-HD void with_lists(const NnArgs& args, const Run& run) {
+HD void with_used_images(const NnArgs& args, const Run& run) {
   if constexpr (kOpen == 0) {
-    run(std::integral_constant<unsigned, kLists>());
+    run(std::integral_constant<unsigned, kUsed>());
   } else {
     constexpr unsigned kOne = kOpen & (~kOpen + 1);
     constexpr unsigned kNow = Op::kTogether & kOne ? Op::kTogether : kOne;
     if (args.has(kOne)) {
-      with_lists<Op, kLists, kOpen & ~kNow>(args, run);
+      with_used_images<Op, kUsed, kOpen & ~kNow>(args, run);
     } else {
-      with_lists<Op, kLists & ~kNow, kOpen & ~kNow>(args, run);
+      with_used_images<Op, kUsed & ~kNow, kOpen & ~kNow>(args, run);
     }
   }
 }

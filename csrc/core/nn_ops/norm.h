@@ -57,34 +57,34 @@ struct NormForward : Norm {
   static constexpr int kStages = kCentered ? 2 : 1, kSums = 1, kCoefs = 3;
 
   // The image of s.
-  HD static constexpr int normed(unsigned lists) { return lists & bit(kSum) ? kSum : kX; }
-  HD static constexpr unsigned reads(unsigned lists, int stage) {
-    return stage == 0 ? lists & kReads : bit(normed(lists));
+  HD static constexpr int normed(unsigned used) { return used & bit(kSum) ? kSum : kX; }
+  HD static constexpr unsigned reads(unsigned used, int stage) {
+    return stage == 0 ? used & kReads : bit(normed(used));
   }
-  HD static constexpr unsigned writes(unsigned lists, int stage) {
-    return stage == kStages ? bit(kY) : stage == 0 ? lists & bit(kSum) : 0u;
+  HD static constexpr unsigned writes(unsigned used, int stage) {
+    return stage == kStages ? bit(kY) : stage == 0 ? used & bit(kSum) : 0u;
   }
 
-  template <unsigned kLists>
+  template <unsigned kUsed>
   HD static void begin(const NnArgs& args, int64_t row, float (&coef)[kCoefs]) {
     const int64_t first = row * args.image.channels;
     coef[kShift] = coef[kMeanOfRow] = 0.0f;
     if (!kCentered) return;
     coef[kShift] = load_float(args.images[kX], args.image.dtype, first);
-    if (!(kLists & bit(kResidual))) return;
+    if (!(kUsed & bit(kResidual))) return;
     coef[kShift] = coef[kShift] + load_float(args.images[kResidual], args.image.dtype, first);
     coef[kShift] = round_to(args.image.dtype, coef[kShift]);
   }
 
-  template <unsigned kLists, class F>
+  template <unsigned kUsed, class F>
   HD static void first(F (&x)[kMaxImages]) {
-    if constexpr (kLists & bit(kSum)) x[kSum] = x[kX] + x[kResidual];
+    if constexpr (kUsed & bit(kSum)) x[kSum] = x[kX] + x[kResidual];
   }
 
-  template <int kStage, unsigned kLists, class F>
+  template <int kStage, unsigned kUsed, class F>
   HD static void add(const F (&x)[kMaxImages], const F (&coef)[kCoefs], const F&, uint32_t bits,
                      F (&sums)[kSums]) {
-    const F d = keep(bits, centered(x[normed(kLists)], coef));
+    const F d = keep(bits, centered(x[normed(kUsed)], coef));
     sums[0] = kStage + 1 == kStages ? fma(d, d, sums[0]) : sums[0] + d;
   }
 
@@ -99,10 +99,10 @@ struct NormForward : Norm {
     coef[kRstdOfRow] = args.vectors[kRstd][row] = 1.0f / sqrt(var + args.numbers[kEps]);
   }
 
-  template <unsigned kLists, class F>
+  template <unsigned kUsed, class F>
   HD static void apply(F (&x)[kMaxImages], const F (&coef)[kCoefs], const F& weight,
                        const F& bias) {
-    x[kY] = fma(centered(x[normed(kLists)], coef) * coef[kRstdOfRow], weight, bias);
+    x[kY] = fma(centered(x[normed(kUsed)], coef) * coef[kRstdOfRow], weight, bias);
   }
 };
 using LayerNorm = NormForward<true>;
@@ -116,22 +116,22 @@ struct NormBackward : Norm {
   static constexpr unsigned kOptional = bit(kDs);
   static constexpr int kStages = 1, kSums = 2, kCoefs = 5;
 
-  HD static constexpr unsigned reads(unsigned lists, int stage) {
-    return stage == kStages ? lists & kReads : bit(kDy) | bit(kS);
+  HD static constexpr unsigned reads(unsigned used, int stage) {
+    return stage == kStages ? used & kReads : bit(kDy) | bit(kS);
   }
   HD static constexpr unsigned writes(unsigned, int stage) {
     return stage == kStages ? kWrites : 0u;
   }
 
-  template <unsigned kLists>
+  template <unsigned kUsed>
   HD static void begin(const NnArgs& args, int64_t row, float (&coef)[kCoefs]) {
     load_row(args, kS, row, coef);
   }
 
-  template <unsigned kLists, class F>
+  template <unsigned kUsed, class F>
   HD static void first(F (&)[kMaxImages]) {}
 
-  template <int kStage, unsigned kLists, class F>
+  template <int kStage, unsigned kUsed, class F>
   HD static void add(const F (&x)[kMaxImages], const F (&coef)[kCoefs], const F& weight,
                      uint32_t bits, F (&sums)[kSums]) {
     const F g = keep(bits, x[kDy] * weight);
@@ -146,11 +146,11 @@ struct NormBackward : Norm {
     coef[kGHat] = mean_of(args, sums[1]);
   }
 
-  template <unsigned kLists, class F>
+  template <unsigned kUsed, class F>
   HD static void apply(F (&x)[kMaxImages], const F (&coef)[kCoefs], const F& weight, const F&) {
     const F s_hat = centered(x[kS], coef) * coef[kRstdOfRow];
     F dx = ((x[kDy] * weight - coef[kG]) - s_hat * coef[kGHat]) * coef[kRstdOfRow];
-    if constexpr (kLists & bit(kDs)) dx = dx + x[kDs];
+    if constexpr (kUsed & bit(kDs)) dx = dx + x[kDs];
     x[kDx] = dx;
   }
 };
@@ -168,12 +168,12 @@ struct NormWeights : Norm {
     float weight, bias;
   };
 
-  template <unsigned kLists>
+  template <unsigned kUsed>
   HD static void coefs(const NnArgs& args, int64_t row, int64_t, float (&coef)[kCoefs]) {
     load_row(args, kS, row, coef);
   }
 
-  template <unsigned kLists, class F>
+  template <unsigned kUsed, class F>
   HD static void add(F (&x)[kMaxImages], const F (&coef)[kCoefs], uint32_t, F& weight, F& bias) {
     weight = fma(x[kDy], centered(x[kS], coef) * coef[kRstdOfRow], weight);
     bias = bias + x[kDy];

@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> activation_backward_pass(const Tensor& dy, co
 // Computed by torch's operations, rounded once.
 Tensor activation_by_torch(const Tensor& x, const OptionalTensor& up, const OptionalTensor& bias,
                            c10::string_view name) {
-  const auto type = at::isReducedFloatingType(x.scalar_type()) ? at::kFloat : x.scalar_type();
+  const at::ScalarType type = compute_type(x);
   const Tensor z = is_given(bias) ? x.to(type) + bias->to(type) : x.to(type);
   Tensor y;
   with_curve(name, [&](auto curve) {
@@ -111,7 +111,7 @@ struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
     }
     Tensor dy = std::move(gradients[0]), dup, dbias;
     dy = dy.contiguous();
-    if (is_only_ours(dy)) {
+    if (may_overwrite_gradient(dy)) {
       std::tie(dup, dbias) = backward_into(dy, x, up, bias, name, dy);
       result[kX] = dy;
     } else {
@@ -133,8 +133,7 @@ Tensor activation(const Tensor& x, const OptionalTensor& up, const OptionalTenso
                           !fits_as_affine(bias, x, bias->sizes()))))
     return activation_by_torch(x, up, bias, name);
   const auto apply = [&](const Tensor& rows, const OptionalTensor& gated) {
-    const OptionalTensor other = is_given(gated) ? optional(gated->contiguous()) : std::nullopt;
-    return ActivationFunction::apply(rows.contiguous(), other, bias, std::string(name));
+    return ActivationFunction::apply(rows.contiguous(), contiguous(gated), bias, std::string(name));
   };
   if (is_given(bias) || x.dim() != 4 || x.suggest_memory_format() != kChannelsLast)
     return apply(x, up);

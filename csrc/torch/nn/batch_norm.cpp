@@ -206,7 +206,7 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     const bool to_residual = needs(context, kResidual);
     const bool to_weight = needs(context, kWeight), to_bias = needs(context, kBias);
     dy = dy.contiguous(kChannelsLast);
-    bool ours = is_only_ours(dy);
+    bool ours = may_overwrite_gradient(dy);
     Tensor sum, centered, dweight;
     if (training || to_weight || to_bias || to_residual) {
       if (to_residual && ours) {
@@ -275,11 +275,10 @@ Tensor batch_norm_act(const Tensor& x, const OptionalTensor& residual, const Opt
                       num_batches_tracked->scalar_type() == at::kLong;
   if (training && is_given(num_batches_tracked) && !counts) num_batches_tracked->add_(1);
   if (fuses) {
-    const OptionalTensor added =
-        is_given(residual) ? OptionalTensor(residual->contiguous(kChannelsLast)) : std::nullopt;
-    return BatchNormAct::apply(x.contiguous(kChannelsLast), added, weight, bias, running_mean,
-                               running_var, counts ? num_batches_tracked : std::nullopt, training,
-                               momentum, eps, relu);
+    return BatchNormAct::apply(x.contiguous(kChannelsLast), contiguous(residual, kChannelsLast),
+                               weight, bias, running_mean, running_var,
+                               counts ? num_batches_tracked : std::nullopt, training, momentum, eps,
+                               relu);
   }
   Tensor y = at::batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps,
                             at::globalContext().userEnabledCuDNN());
@@ -331,7 +330,9 @@ AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, add_batch_norm_kernels)
 SavedTensor::SavedTensor(const at::Tensor& tensor) {
   const auto& producer = tensor.grad_fn();
   auto* node = dynamic_cast<Node*>(producer.get());
-  if (node != nullptr && !node->ctx_.saved_data["residual"].toBool()) {
+  // (An operator's output has version 0. A change without gradients keeps its grad_fn.)
+  const bool is_as_made = node != nullptr && version_of(tensor) == 0;
+  if (is_as_made && !node->ctx_.saved_data["residual"].toBool()) {
     producer_ = producer;
   } else {
     tensor_ = tensor;

@@ -23,24 +23,17 @@ Tensor of_rows(const Tensor& logits, int64_t each) {
 }
 
 // The arguments of both passes for a matrix.
-NnArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
-               const Tensor& weight_sum, int64_t ignore_index, double label_smoothing) {
+PassArgs args_of(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+                 const Tensor& weight_sum, int64_t ignore_index, double label_smoothing) {
   TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_contiguous(),
                     "logits must be a contiguous matrix, got shape ", logits.sizes(),
                     " and strides ", logits.strides());
-  NnArgs args;
-  args.image = {logits.size(0), logits.size(1), dtype_of(logits, "logits")};
-  const auto pointer = [&](const Tensor& tensor, const char* what, int64_t count) {
-    return pointer_to<float>(tensor, what, count, logits.device());
-  };
-  args.images[CrossEntropy::kLogits] = const_cast<void*>(logits.const_data_ptr());
-  args.targets = pointer_to<int64_t>(target, "target", logits.size(0), logits.device());
-  args.ignored = ignore_index;
-  if (is_given(weight))
-    args.vectors[CrossEntropy::kWeight] = pointer(*weight, "weight", logits.size(1));
-  if (weight_sum.defined())
-    args.vectors[CrossEntropy::kWeightSum] = pointer(weight_sum, "weight_sum", 1);
-  args.numbers[CrossEntropy::kSmoothing] = float(label_smoothing);
+  PassArgs args(logits, logits.size(1));
+  args.image(CrossEntropy::kLogits, logits, "logits")
+      .targets(target, ignore_index)
+      .vector(CrossEntropy::kWeight, weight, "weight")
+      .scalar(CrossEntropy::kWeightSum, weight_sum, "weight_sum")
+      .number(CrossEntropy::kSmoothing, label_smoothing);
   return args;
 }
 
@@ -49,11 +42,14 @@ Tensor sum_of(const OptionalTensor& weight, double label_smoothing) {
   return is_given(weight) && label_smoothing != 0 ? weight->sum() : Tensor();
 }
 
-template <class Op>
-void run(const Tensor& logits, const NnArgs& args) {
-  if (logits.numel() == 0) return;
-  const DeviceScope scope(logits.device());
-  scope.backend().run(nn_op<Op>(), args, scope.stream());
+void check_targets(const Tensor& target, int64_t rows, int64_t classes, int64_t ignore_index) {
+  const auto* const targets = pointer_to<int64_t>(target, "target", rows, at::kCPU);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t t = targets[row];
+    TORCH_CHECK_INDEX(t == ignore_index || (t >= 0 && t < classes), "target ", t,
+                      " is out of range for ", classes, " classes and is not ignore_index, ",
+                      ignore_index);
+  }
 }
 
 std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& target,
@@ -63,18 +59,10 @@ std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& target,
   const Tensor losses = of_rows(logits, 1), lse = of_rows(logits, 2);
   if (logits.is_meta()) return {losses, lse};
   const Tensor sum = sum_of(weight, label_smoothing);
-  NnArgs args = args_of(logits, target, weight, sum, ignore_index, label_smoothing);
-  if (logits.is_cpu()) {
-    for (int64_t row = 0; row < args.image.rows; ++row) {
-      const int64_t t = args.targets[row];
-      TORCH_CHECK_INDEX(t == ignore_index || (t >= 0 && t < args.image.channels), "target ", t,
-                        " is out of range for ", args.image.channels,
-                        " classes and is not ignore_index, ", ignore_index);
-    }
-  }
-  args.vectors[Op::kLoss] = losses.data_ptr<float>();
-  args.vectors[Op::kLse] = lse.data_ptr<float>();
-  run<Op>(logits, args);
+  PassArgs args = args_of(logits, target, weight, sum, ignore_index, label_smoothing);
+  if (logits.is_cpu()) check_targets(target, logits.size(0), logits.size(1), ignore_index);
+  args.row_vector(Op::kLoss, losses, "losses").row_vector(Op::kLse, lse, "lse", 2);
+  if (logits.numel() != 0) args.run<Op>();
   return {losses, lse};
 }
 
@@ -85,13 +73,11 @@ void gradient_into_pass(const Tensor& gradient, const Tensor& logits, const Tens
   using Op = CrossEntropyGradient;
   if (logits.is_meta()) return;
   const Tensor sum = sum_of(weight, label_smoothing);
-  NnArgs args = args_of(logits, target, weight, sum, ignore_index, label_smoothing);
-  const int64_t rows = logits.size(0);
-  args.vectors[Op::kRowGradient] =
-      pointer_to<float>(gradient, "the losses' gradient", rows, logits.device());
-  args.vectors[Op::kLse] = pointer_to<float>(lse, "lse", 2 * rows, logits.device());
-  args.images[Op::kGradient] = out.data_ptr();
-  run<Op>(logits, args);
+  PassArgs args = args_of(logits, target, weight, sum, ignore_index, label_smoothing);
+  args.row_vector(Op::kRowGradient, gradient, "the losses' gradient")
+      .row_vector(Op::kLse, lse, "lse", 2)
+      .image(Op::kGradient, out, "the logits' gradient");
+  if (logits.numel() != 0) args.run<Op>();
 }
 
 Tensor gradient_pass(const Tensor& gradient, const Tensor& logits, const Tensor& target,
@@ -138,7 +124,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
       found = by_torch(logits, is_half_data, target, weight, ignore_index, smoothing, gradient);
       return result;
     }
-    if (is_only_ours(logits)) {
+    if (may_overwrite_saved(logits)) {
       found = logits.detach();
       gradient_into_pass(gradient, logits, target, weight, lse, ignore_index, smoothing, found);
     } else {
@@ -170,7 +156,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
 
   // Whether the saved tensor has no other user, now or in another backward pass, so that its memory
   // can be reused for the gradient. A view's whole tensor may belong to the view alone.
-  static bool is_only_ours(const Tensor& saved) {
+  static bool may_overwrite_saved(const Tensor& saved) {
     // (Whatever traces looks for new tensors.)
     if (c10::impl::TorchDispatchModeTLS::any_modes_set() ||
         torch::autograd::get_current_graph_task_keep_graph() || saved.key_set().has_any(kWrappers))

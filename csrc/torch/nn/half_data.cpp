@@ -1,5 +1,6 @@
-// The cast of a model's half output, or of a tensor with half data while a graph is traced: the
-// tensor that holds that half data and is not a view.
+// ampfuse::float32, the cast of a model's half output to float32. The result keeps the half memory
+// and is float32 to everything above kernels (see ampfuse/amp/float32_output.py); its gradient
+// stays half where it can.
 #include "half_data.h"
 
 #include <ATen/ops/_to_copy.h>
@@ -41,6 +42,7 @@ struct Float32Function : torch::autograd::Function<Float32Function> {
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const bool creates_graph = at::GradMode::is_enabled();
+    // While a graph is traced the input may have half data, and be float32 to autograd.
     const bool is_half = context->saved_data["half"].toBool();
     if (is_half && creates_graph) return gradients;
     const auto type = at::ScalarType(context->saved_data["type"].toInt());

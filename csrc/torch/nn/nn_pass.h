@@ -41,6 +41,14 @@ inline bool is_given(const OptionalTensor& tensor) { return tensor && tensor->de
 inline OptionalTensor optional(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
+inline OptionalTensor contiguous(const OptionalTensor& tensor,
+                                 at::MemoryFormat format = at::MemoryFormat::Contiguous) {
+  return is_given(tensor) ? OptionalTensor(tensor->contiguous(format)) : std::nullopt;
+}
+// The type in which torch's operations compute what the kernels do not: at least FP32.
+inline at::ScalarType compute_type(const at::Tensor& x) {
+  return at::isReducedFloatingType(x.scalar_type()) ? at::kFloat : x.scalar_type();
+}
 
 // For tensors whose memory belongs to another tensor, or that have none.
 const c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
@@ -49,9 +57,10 @@ const c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey:
 
 constexpr at::MemoryFormat kChannelsLast = at::MemoryFormat::ChannelsLast;
 
-// Whether a gradient has no other owner and its memory no other tensor. Results are then written
-// over it: in lines that the cache has, and in pages that need not be allocated.
-inline bool is_only_ours(const at::Tensor& gradient) {
+// Whether a gradient has no other owner and its memory no other tensor, as torch's AccumulateGrad
+// asks before it takes a gradient over. Results are then written over it: in lines that the cache
+// has, and in pages that need not be allocated.
+inline bool may_overwrite_gradient(const at::Tensor& gradient) {
   // (Tracers expect new tensors.)
   return !c10::impl::TorchDispatchModeTLS::any_modes_set() && gradient.use_count() == 1 &&
          !gradient.key_set().has_any(kWrappers) && gradient.storage().use_count() == 1;
@@ -100,6 +109,7 @@ class PassArgs {
                           ? "x must be a dense tensor (N, C, H, W) in torch.channels_last"
                           : "x must be contiguous",
                       "; it has shape ", x.sizes(), " and strides ", x.strides());
+    TORCH_CHECK_VALUE(columns > 0, "x has no columns to work on; its shape is ", x.sizes());
     args_.image = {x.numel() / columns, columns, dtype_of(x, "x")};
   }
 
@@ -122,9 +132,20 @@ class PassArgs {
     if (is_given(tensor)) args_.vectors[place] = floats(*tensor, name, args_.image.channels);
     return *this;
   }
-  // A value for each row; none if it has no elements.
-  PassArgs& row_vector(int place, const at::Tensor& tensor, const char* name) {
-    if (tensor.numel() != 0) args_.vectors[place] = floats(tensor, name, args_.image.rows);
+  // `each` values for each row; none if it has no elements.
+  PassArgs& row_vector(int place, const at::Tensor& tensor, const char* name, int64_t each = 1) {
+    if (tensor.numel() != 0) args_.vectors[place] = floats(tensor, name, each * args_.image.rows);
+    return *this;
+  }
+  // One value; nothing if there is no tensor.
+  PassArgs& scalar(int place, const OptionalTensor& tensor, const char* name) {
+    if (is_given(tensor)) args_.vectors[place] = floats(*tensor, name, 1);
+    return *this;
+  }
+  // The class of each row. Rows of class `ignored` do not count.
+  PassArgs& targets(const at::Tensor& tensor, int64_t ignored) {
+    args_.targets = pointer_to<int64_t>(tensor, "target", args_.image.rows, x_.device());
+    args_.ignored = ignored;
     return *this;
   }
 
@@ -139,6 +160,10 @@ class PassArgs {
   PassArgs& affine(const OptionalTensor& weight, const OptionalTensor& bias) {
     args_.affine.weight = of_columns(weight, "weight");
     args_.affine.bias = of_columns(bias, "bias");
+    TORCH_CHECK_TYPE(args_.affine.weight == nullptr || args_.affine.bias == nullptr ||
+                         weight->scalar_type() == bias->scalar_type(),
+                     "weight is ", weight->scalar_type(), " and bias ", bias->scalar_type(),
+                     "; they must be of one type");
     return *this;
   }
 
@@ -151,6 +176,7 @@ class PassArgs {
   PassArgs& mask(const at::Tensor& mask) {
     if (mask.numel() == 0) return *this;
     TORCH_CHECK_VALUE(mask.scalar_type() == at::kByte && mask.is_contiguous() &&
+                          mask.device() == x_.device() &&
                           mask.numel() == args_.image.rows * args_.image.mask_bytes(),
                       "mask must be what the forward pass returned for x");
     args_.mask = mask.data_ptr<uint8_t>();
@@ -177,9 +203,11 @@ class PassArgs {
 
   void* of_columns(const OptionalTensor& tensor, const char* name) {
     if (!is_given(tensor) || tensor->numel() == 0) return nullptr;
-    TORCH_CHECK_VALUE(tensor->is_contiguous() && tensor->numel() == args_.image.channels, name,
-                      " must hold a contiguous value for each of ", args_.image.channels,
-                      " columns, got shape ", tensor->sizes());
+    TORCH_CHECK_VALUE(tensor->is_contiguous() && tensor->numel() == args_.image.channels &&
+                          tensor->device() == x_.device(),
+                      name, " must hold a contiguous value for each of ", args_.image.channels,
+                      " columns on ", x_.device(), ", got shape ", tensor->sizes(), " on ",
+                      tensor->device());
     args_.affine.dtype = dtype_of(*tensor, name);
     return const_cast<void*>(tensor->const_data_ptr());
   }
@@ -197,8 +225,8 @@ torch::autograd::variable_list differentiable_gradients(const std::vector<Option
                                                         const Compute& compute) {
   std::vector<OptionalTensor> views = inputs;
   torch::autograd::variable_list wanted;
-  // (Views: gradients end there, where those of what is computed of several inputs would go on
-  // through the very node that asks.)
+  // Differentiates with respect to views of the inputs. torch.autograd.grad stops at a view. At the
+  // inputs it would go on through their history, which contains the node that runs now.
   for (OptionalTensor& view : views) {
     if (!is_given(view) || !view->requires_grad()) continue;
     view = view->view_as(*view);

@@ -20,6 +20,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_pass(const Tensor& x,
                                                         const OptionalTensor& weight,
                                                         const OptionalTensor& bias, int64_t columns,
                                                         double eps, bool centered) {
+  TORCH_CHECK_VALUE(columns > 0, "a norm over ", columns, " columns");
   const c10::SymInt rows = x.sym_numel() / columns;
   const Tensor y = at::empty_like(x), rstd = empty_floats(x, rows);
   const Tensor mean = empty_floats(x, centered ? rows : c10::SymInt(0));
@@ -81,7 +82,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_pass(const Tensor& dy, const Optiona
 // Computed by torch's operations, statistics in FP32.
 Tensor norm_by_torch(const Tensor& s, at::IntArrayRef shape, const OptionalTensor& weight,
                      const OptionalTensor& bias, double eps, bool centered) {
-  const auto type = at::isReducedFloatingType(s.scalar_type()) ? at::kFloat : s.scalar_type();
+  const at::ScalarType type = compute_type(s);
   const auto cast = [&](const OptionalTensor& t) {
     return is_given(t) ? OptionalTensor(t->to(type)) : std::nullopt;
   };
@@ -138,10 +139,10 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       result[kWeight] = found[1], result[kBias] = found[2];
     } else if (dy.defined()) {
       const int64_t columns = c10::multiply_integers(context->saved_data["shape"].toIntVector());
-      const OptionalTensor added = ds.defined() ? OptionalTensor(ds.contiguous()) : std::nullopt;
+      const OptionalTensor added = contiguous(ds);
       const std::array<bool, 3> wanted = {to_x || to_residual, to_weight, to_bias};
       dy = dy.contiguous();
-      if (is_only_ours(dy)) {
+      if (may_overwrite_gradient(dy)) {
         std::tie(result[kWeight], result[kBias]) =
             backward_into(dy, added, s, mean, rstd, weight, columns, wanted, dy);
         dx = dy;
@@ -178,9 +179,8 @@ variable_list norm(const Tensor& x, const OptionalTensor& residual, at::IntArray
                    bool centered) {
   TORCH_CHECK_VALUE(centered || !is_given(bias), "an RMS norm has no bias");
   if (has_kernels(x, residual, weight, bias, shape)) {
-    const OptionalTensor added =
-        is_given(residual) ? OptionalTensor(residual->contiguous()) : std::nullopt;
-    return NormFunction::apply(x.contiguous(), added, weight, bias, shape, eps, centered);
+    return NormFunction::apply(x.contiguous(), contiguous(residual), weight, bias, shape, eps,
+                               centered);
   }
   if (!is_given(residual)) return {norm_by_torch(x, shape, weight, bias, eps, centered)};
   const Tensor sum = x + *residual;

@@ -156,7 +156,7 @@ class ScaledGradients(OptionDefaults, Optimizer):
     def look_at_gradient(self, param: Tensor) -> None:
         """``param.grad`` is read: of a master or of its weight it is FP32 and unscaled."""
         if self._rows.table is not None:
-            self._rows.table.gradients.look(param)
+            self._rows.table.gradients.before_read(param)
 
     def assign_gradient(self, param: Tensor, value: Tensor | None) -> None:
         """``param.grad`` is set: `value` is the gradient of the step, for master and weight."""

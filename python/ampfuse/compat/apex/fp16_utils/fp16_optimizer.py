@@ -114,7 +114,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         if optimizer.has_scaled_gradients:
             with scaled_pass(torch.zeros((), device=device), [optimizer], scaler, False, False):
                 pass
-        elif optimizer.param_table().gradients.has_new():
+        elif optimizer.param_table().gradients.has_gradient_from_outside():
             # From the user's own backward of loss * optimizer.loss_scale.
             optimizer.end_backward(scaler.snapshot(device), scaler.dynamic)
             scaler.update([optimizer.found_inf_flag])

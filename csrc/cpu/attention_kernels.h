@@ -1,31 +1,32 @@
-// The kernels of attention.h for one instruction set, which is included after it.
+// The kernels of attention.h for one instruction set.
 #pragma once
 
 #include "attention.h"
 #include "core/exponent.h"
-#include "row_run.h"
+#include "row_kernels.h"
 
 namespace ampfuse {
 namespace {
 
 template <DType kType, class F, bool kWhole, class T>
-HD F load(const T* data, int64_t c, int count) {
+HD F load_row(const T* data, int64_t c, int count) {
   using Lanes = typename F::template Lanes<kType>;
-  return load_at<Lanes, F, kWhole>(reinterpret_cast<const char*>(data), c, 0, count);
+  return load_columns<Lanes, F, kWhole>(reinterpret_cast<const char*>(data), c, 0, count);
 }
 template <bool kWhole, class F>
 HD void store_half(const F& x, uint16_t* data, int64_t c, int count) {
   using Lanes = typename F::template Lanes<DType::kBFloat16>;
-  store_at<Lanes, F, kWhole>(x, reinterpret_cast<char*>(data), c, 0, count);
+  store_columns<Lanes, F, kWhole>(x, reinterpret_cast<char*>(data), c, 0, count);
 }
 
-// What each of 16 lanes has of a row, in the order of columns whatever the width of a vector.
+// A value for each of 16 lanes of a row: lane l takes the columns l, l + 16 and so on, whatever the
+// width of a vector.
 template <class F>
-struct RowLanes16 {
+struct RowOf16 {
   static constexpr int kVectors = 16 / F::kWidth;
   F value[kVectors];
 
-  HD explicit RowLanes16(float start) {
+  HD explicit RowOf16(float start) {
     for (F& x : value) x = F(start);
   }
   HD F& at(int64_t column) { return value[column / F::kWidth % kVectors]; }
@@ -57,18 +58,18 @@ void AttentionKernel<F>::softmax(const ScoreRows& block, const float* scores, ui
   const F scale(block.scale);
   for (int64_t row = 0; row < block.rows; ++row, scores += block.stride, p += block.stride) {
     const int64_t end = block.end(row);
-    RowLanes16<F> highest(-__builtin_inff());
-    for_columns<F>(end, [&](auto whole, int64_t c, int count) HD_LAMBDA {
+    RowOf16<F> highest(-__builtin_inff());
+    for_vectors<F>(end, [&](int64_t c, int count, auto whole) HD_LAMBDA {
       const uint32_t bits = column_bits<whole, F>(0, count);
-      F x = load<kFloat, F, whole>(scores, c, count) * scale;
+      F x = load_row<kFloat, F, whole>(scores, c, count) * scale;
       if constexpr (!whole) x = keep(bits, x) + keep(~bits, F(-__builtin_inff()));
       highest.at(c) = max_nan(highest.at(c), x);
     });
     float max = -__builtin_inff();
     highest.each([&](float lane) HD_LAMBDA { max = max_nan(max, lane); });
-    RowLanes16<F> sums(0);
-    for_columns<F>(end, [&](auto whole, int64_t c, int count) HD_LAMBDA {
-      const F x = load<kFloat, F, whole>(scores, c, count);
+    RowOf16<F> sums(0);
+    for_vectors<F>(end, [&](int64_t c, int count, auto whole) HD_LAMBDA {
+      const F x = load_row<kFloat, F, whole>(scores, c, count);
       const F power = exponential(fma(x, scale, F(-max)));
       store_half<whole>(power, p, c, count);
       sums.at(c) = sums.at(c) + keep(column_bits<whole, F>(0, count), power);
@@ -86,9 +87,9 @@ void AttentionKernel<F>::gradient(const ScoreRows& block, const float* scores, c
   constexpr DType kFloat = DType::kFloat32;
   const F scale(block.scale);
   for (int64_t row = 0; row < block.rows; ++row) {
-    for_columns<F>(block.columns, [&](auto whole, int64_t c, int count) HD_LAMBDA {
+    for_vectors<F>(block.columns, [&](int64_t c, int count, auto whole) HD_LAMBDA {
       const auto at = [&](const float* data)
-                          HD_LAMBDA { return load<kFloat, F, whole>(data, c, count); };
+                          HD_LAMBDA { return load_row<kFloat, F, whole>(data, c, count); };
       const F power = exponential(at(scores) * scale - at(lse));
       store_half<whole>(power, p, c, count);
       store_half<whole>(power * (at(dp) - at(delta)) * scale, ds, c, count);
@@ -104,17 +105,18 @@ void AttentionKernel<F>::gradient(const ScoreRows& block, const float* scores, c
 
 template <class F>
 void AttentionKernel<F>::narrow(const float* x, float factor, int64_t count, uint16_t* y) {
-  for_columns<F>(count, [&](auto whole, int64_t c, int lanes) HD_LAMBDA {
-    store_half<whole>(load<DType::kFloat32, F, whole>(x, c, lanes) * F(factor), y, c, lanes);
+  for_vectors<F>(count, [&](int64_t c, int lanes, auto whole) HD_LAMBDA {
+    store_half<whole>(load_row<DType::kFloat32, F, whole>(x, c, lanes) * F(factor), y, c, lanes);
   });
 }
 
 template <class F>
 float AttentionKernel<F>::dot(const uint16_t* x, const uint16_t* y, int64_t count) {
   constexpr DType kHalf = DType::kBFloat16;
-  RowLanes16<F> sums(0);
-  for_columns<F>(count, [&](auto whole, int64_t c, int lanes) HD_LAMBDA {
-    const F product = load<kHalf, F, whole>(x, c, lanes) * load<kHalf, F, whole>(y, c, lanes);
+  RowOf16<F> sums(0);
+  for_vectors<F>(count, [&](int64_t c, int lanes, auto whole) HD_LAMBDA {
+    const F product =
+        load_row<kHalf, F, whole>(x, c, lanes) * load_row<kHalf, F, whole>(y, c, lanes);
     sums.at(c) = sums.at(c) + keep(column_bits<whole, F>(0, lanes), product);
   });
   return sums.sum();

@@ -1,4 +1,4 @@
-// The kernels of nn.h for one instruction set, which is included after it.
+// The kernels of nn.h for channels, for one instruction set.
 //
 // Lanes of a vector are neighbouring channels, so every channel's sums have the order of its rows
 // whatever the width. All kernels walk along whole rows, because contiguous memory is read fastest;
@@ -12,24 +12,25 @@
 namespace ampfuse {
 namespace {
 
-HD int lanes_of(int count, int first, int width) {
+// How many of `count` columns a vector that begins with column `first` has: zero or less past them.
+HD int columns_in_vector(int count, int first, int width) {
   return count - first < width ? count - first : width;
 }
 
 // Vector `first` of a row's channels from c on, of which `count` exist. kWhole: the vector does.
 template <class Lanes, class F, bool kWhole>
-HD F load_at(const char* row, int64_t c, int first, int count) {
+HD F load_columns(const char* row, int64_t c, int first, int count) {
   const char* address = row + (c + first) * Lanes::kSize;
   if constexpr (kWhole) return Lanes::widen(Lanes::load(address));
-  const int lanes = lanes_of(count, first, F::kWidth);
+  const int lanes = columns_in_vector(count, first, F::kWidth);
   return lanes > 0 ? F(Lanes::widen(Lanes::load_first(address, lanes))) : F(0.0f);
 }
 
 template <class Lanes, class F, bool kWhole>
-HD void store_at(const F& x, char* row, int64_t c, int first, int count) {
+HD void store_columns(const F& x, char* row, int64_t c, int first, int count) {
   char* address = row + (c + first) * Lanes::kSize;
   if constexpr (kWhole) return Lanes::store(address, Lanes::narrow(x));
-  const int lanes = lanes_of(count, first, F::kWidth);
+  const int lanes = columns_in_vector(count, first, F::kWidth);
   if (lanes > 0) Lanes::store_first(address, Lanes::narrow(x), lanes);
 }
 
@@ -81,20 +82,22 @@ HD char* row_of(const NnArgs& args, int image, int64_t row) {
   return static_cast<char*>(args.images[image]) + row * args.image.row_bytes();
 }
 
-// Loads x from the images in kLists that an op reads, and stores it to those that it writes.
-template <unsigned kLists, class Lanes, bool kWhole, class F>
+// Loads x from the images in kUsed that an op reads, and stores it to those that it writes.
+template <unsigned kUsed, class Lanes, bool kWhole, class F>
 HD void load_images(const NnArgs& args, int64_t row, int64_t c, int first, int count,
                     F (&x)[kMaxImages]) {
 #pragma GCC unroll 4
   for (int i = 0; i < kMaxImages; ++i)
-    if (kLists & bit(i)) x[i] = load_at<Lanes, F, kWhole>(row_of(args, i, row), c, first, count);
+    if (kUsed & bit(i))
+      x[i] = load_columns<Lanes, F, kWhole>(row_of(args, i, row), c, first, count);
 }
-template <unsigned kLists, class Lanes, bool kWhole, class F>
+template <unsigned kUsed, class Lanes, bool kWhole, class F>
 HD void store_images(const NnArgs& args, int64_t row, int64_t c, int first, int count,
                      const F (&x)[kMaxImages]) {
 #pragma GCC unroll 4
   for (int i = 0; i < kMaxImages; ++i)
-    if (kLists & bit(i)) store_at<Lanes, F, kWhole>(x[i], row_of(args, i, row), c, first, count);
+    if (kUsed & bit(i))
+      store_columns<Lanes, F, kWhole>(x[i], row_of(args, i, row), c, first, count);
 }
 
 // run(whole, row, c, count) for every group of channels of rows [begin, end).
@@ -108,28 +111,28 @@ HD void for_groups(const ImageRows& image, int64_t begin, int64_t end, const Run
   }
 }
 
-// run(lists, type) of the instance that is compiled for the arguments.
+// run(used, type) of the instance that is compiled for the arguments.
 template <class Op, class Run>
 HD void with_instance(const NnArgs& args, const Run& run) {
-  with_lists<Op>(args, [&](auto lists) HD_LAMBDA {
+  with_used_images<Op>(args, [&](auto used) HD_LAMBDA {
     with_storage(args.image.dtype, [&](auto storage) HD_LAMBDA {
       constexpr DType kType = decltype(storage)::kType;
-      run(std::integral_constant<unsigned, lists | half_images(kType)>(),
+      run(std::integral_constant<unsigned, used | half_images(kType)>(),
           std::integral_constant<DType, kType>());
     });
   });
 }
 
 // Adds a row to the sums of its tile: a row's first sums, then its second ones.
-template <class Op, unsigned kLists, class F, DType kType>
+template <class Op, unsigned kUsed, class F, DType kType>
 HD void add_row(const NnArgs& args, int64_t row, const float* coefs, float* sums) {
   using Lanes = typename F::template Lanes<kType>;
-  constexpr unsigned kRead = kLists & Op::kReads, kWritten = kLists & Op::kWrites;
+  constexpr unsigned kRead = kUsed & Op::kReads, kWritten = kUsed & Op::kWrites;
   const int64_t stride = coef_stride(args.image);
   F coef[Op::kCoefs];
   if constexpr (Op::kCoefsOfRow) {
     float of_row[Op::kCoefs];
-    Op::template coefs<kLists>(args, row, 0, of_row);
+    Op::template coefs<kUsed>(args, row, 0, of_row);
     for (int k = 0; k < Op::kCoefs; ++k) coef[k] = F(of_row[k]);
   }
   for_groups(args.image, row, row + 1, [&](auto whole, int64_t, int64_t c, int count) HD_LAMBDA {
@@ -140,7 +143,7 @@ HD void add_row(const NnArgs& args, int64_t row, const float* coefs, float* sums
       for (int k = 0; k < Op::kCoefs && !Op::kCoefsOfRow; ++k)
         coef[k] = load_floats<F>(coefs + k * stride + c + v);
       load_images<kRead, Lanes, whole>(args, row, c, v, count, x);
-      Op::template add<kLists>(x, coef, bits >> v, first_sum, second_sum);
+      Op::template add<kUsed>(x, coef, bits >> v, first_sum, second_sum);
       store_images<kWritten, Lanes, whole>(args, row, c, v, count, x);
       store_floats(first_sum, first);
       store_floats(second_sum, second);
@@ -154,13 +157,13 @@ template <class Isa, class Op>
 void NnKernel<Isa, Op>::sum(NnArgs args, const float* coefs, int64_t begin, int64_t end,
                             float* tile_sums, float* sums) {
   const int64_t count = 2 * coef_stride(args.image);
-  with_instance<Op>(args, [&](auto lists, auto type) HD_LAMBDA {
+  with_instance<Op>(args, [&](auto used, auto type) HD_LAMBDA {
     for (int64_t tile = begin; tile < end; tile += kTileRows) {
       const int64_t tile_end = tile + kTileRows < end ? tile + kTileRows : end;
       float* const to = tile == begin ? sums : tile_sums;
       std::memset(to, 0, size_t(count) * sizeof(float));
       for (int64_t row = tile; row < tile_end; ++row)
-        add_row<Op, lists, Isa, type>(args, row, coefs, to);
+        add_row<Op, used, Isa, type>(args, row, coefs, to);
       for (int64_t i = 0; i < count && to != sums; i += Isa::kWidth)
         store_floats(load_floats<Isa>(sums + i) + load_floats<Isa>(to + i), sums + i);
     }
@@ -170,9 +173,9 @@ void NnKernel<Isa, Op>::sum(NnArgs args, const float* coefs, int64_t begin, int6
 template <class Isa, class Op>
 void NnKernel<Isa, Op>::map(NnArgs args, const float* coefs, int64_t begin, int64_t end) {
   const int64_t stride = coef_stride(args.image);
-  with_instance<Op>(args, [&](auto lists, auto type) HD_LAMBDA {
+  with_instance<Op>(args, [&](auto used, auto type) HD_LAMBDA {
     using Lanes = typename Isa::template Lanes<type>;
-    constexpr unsigned kRead = lists & Op::kReads, kWritten = lists & Op::kWrites;
+    constexpr unsigned kRead = used & Op::kReads, kWritten = used & Op::kWrites;
     for_groups(args.image, begin, end,
                [&](auto whole, int64_t row, int64_t c, int count) HD_LAMBDA {
                  const uint32_t bits = mask_bits<Op, whole>(args, row, c, count);
@@ -183,7 +186,7 @@ void NnKernel<Isa, Op>::map(NnArgs args, const float* coefs, int64_t begin, int6
                      coef[k] = load_floats<Isa>(coefs + k * stride + c + first);
                    load_images<kRead, Lanes, whole>(args, row, c, first, count, x);
                    uint32_t bits_of_vector = bits >> first;
-                   Op::template apply<lists>(x, coef, bits_of_vector);
+                   Op::template apply<used>(x, coef, bits_of_vector);
                    written |= bits_of_vector << first;
                    store_images<kWritten, Lanes, whole>(args, row, c, first, count, x);
                  });

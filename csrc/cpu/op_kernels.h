@@ -1,6 +1,6 @@
 // The CPU's kernels: an op over chunks, whether it measures or not.
 //
-// Included by one translation unit per instruction set and header of ops, before its SIMD value.
+// Included by one translation unit for each instruction set and header of ops.
 #pragma once
 
 #include "apply.h"

@@ -25,7 +25,7 @@ HD void store_integers(const BitsOf<F>& bits, char* data, int64_t i, int count) 
 }
 
 template <class F, bool kWhole, class Types>
-HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int count) {
+HD F load_list(const ChunkLists& lists, const Types& types, int list, int64_t i, int count) {
   const DType type = types(list);
   char* data = lists.data[list];
   F x(0.0f);
@@ -42,8 +42,8 @@ HD F load(const ChunkLists& lists, const Types& types, int list, int64_t i, int 
 
 // Stores a value that is rounded to storage; `weight`: its model weight.
 template <class F, bool kWhole, class Types>
-HD void store(const F& x, const F& weight, const ChunkLists& lists, const Types& types, int list,
-              int64_t i, int count) {
+HD void store_list(const F& x, const F& weight, const ChunkLists& lists, const Types& types,
+                   int list, int64_t i, int count) {
   const DType type = types(list);
   char* data = lists.data[list];
   if (list == kParam && is_remainder(type)) {
@@ -65,13 +65,14 @@ HD void run_vector(const Op& op, const ChunkLists& lists, const Types& types, in
                    F (&x)[kLists]) {
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
-    x[list] = Op::kReads & bit(list) ? load<F, kWhole>(lists, types, list, i, count) : F(0.0f);
+    x[list] = Op::kReads & bit(list) ? load_list<F, kWhole>(lists, types, list, i, count) : F(0.0f);
   }
   op(x);
   round_to_storage<Op::kWrites>(x, types, lists.random_key, lists.random_first + i, F::count_up());
   UNROLL_LISTS
   for (int list = 0; list < kLists; ++list) {
-    if (kStored & bit(list)) store<F, kWhole>(x[list], x[kModel], lists, types, list, i, count);
+    if (kStored & bit(list))
+      store_list<F, kWhole>(x[list], x[kModel], lists, types, list, i, count);
   }
 }
 

@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "nn_run.h"
+#include "channel_kernels.h"
 #include "simd_scalar.h"
 #include "vector.h"
 
@@ -99,19 +99,11 @@ HD void sum_row(const Sum& sum, int64_t columns, float (&result)[Sum::kValues]) 
   for (int k = 0; k < Sum::kValues; ++k) result[k] = row_values.value[k][0];
 }
 
-// run(whole, c, count) for each vector of a row of `columns`.
-template <class F, class Run>
-HD void for_columns(int64_t columns, const Run& run) {
-  int64_t c = 0;
-  for (; c + F::kWidth <= columns; c += F::kWidth) run(std::true_type(), c, F::kWidth);
-  if (c < columns) run(std::false_type(), c, int(columns - c));
-}
-
 // A bit for each column of vector `first` that exists.
 template <bool kWhole, class F>
 HD uint32_t column_bits(int first, int count) {
   if (kWhole) return 0xffffu;
-  const int lanes = lanes_of(count, first, F::kWidth);
+  const int lanes = columns_in_vector(count, first, F::kWidth);
   return lanes > 0 ? (1u << lanes) - 1 : 0;
 }
 
@@ -119,7 +111,7 @@ template <class F, bool kWhole>
 HD F load_weight(const float* weights, int64_t c, int first, int count) {
   using Floats = typename F::template Lanes<DType::kFloat32>;
   if (weights == nullptr) return F(1.0f);
-  return load_at<Floats, F, kWhole>(reinterpret_cast<const char*>(weights), c, first, count);
+  return load_columns<Floats, F, kWhole>(reinterpret_cast<const char*>(weights), c, first, count);
 }
 
 // The sum of a row sum op.
@@ -140,7 +132,7 @@ struct RowSum {
   template <bool kWhole, class F>
   HD void add(F (&value)[kValues], int64_t c, int first, int count) const {
     const uint32_t bits = column_bits<kWhole, F>(first, count);
-    F x = load_at<Lanes, F, kWhole>(row, c, first, count);
+    F x = load_columns<Lanes, F, kWhole>(row, c, first, count);
     if constexpr (!kWhole) x = keep(bits, x) + keep(~bits, F(Op::kAbsent));
     F weight(1.0f);
     if constexpr (!kPlain) weight = load_weight<F, kWhole>(weights, c, first, count);
@@ -150,11 +142,10 @@ struct RowSum {
 
 // A stage of a row pass. (Nothing here is read through a reference: after every store to an image
 // it would be read again.)
-template <class Isa, class Op, unsigned kLists, class Lanes, int kStage>
+template <class Isa, class Op, unsigned kUsed, class Lanes, int kStage>
 struct PassStage {
   static constexpr int kValues = Op::kSums, kSpan = kPassColumns;
-  static constexpr unsigned kRead = Op::reads(kLists, kStage),
-                            kWritten = Op::writes(kLists, kStage);
+  static constexpr unsigned kRead = Op::reads(kUsed, kStage), kWritten = Op::writes(kUsed, kStage);
   char* rows[kMaxImages];
   const float* weights;
   Isa coef[Op::kCoefs];
@@ -177,52 +168,51 @@ struct PassStage {
   HD void load(Isa (&x)[kMaxImages], int64_t c, int first, int count) const {
 #pragma GCC unroll 4
     for (int i = 0; i < kMaxImages; ++i)
-      if (kRead & bit(i)) x[i] = load_at<Lanes, Isa, kWhole>(rows[i], c, first, count);
+      if (kRead & bit(i)) x[i] = load_columns<Lanes, Isa, kWhole>(rows[i], c, first, count);
   }
   template <bool kWhole>
   HD void store(Isa (&x)[kMaxImages], int64_t c, int first, int count) const {
 #pragma GCC unroll 4
     for (int i = 0; i < kMaxImages; ++i)
-      if (kWritten & bit(i)) store_at<Lanes, Isa, kWhole>(x[i], rows[i], c, first, count);
+      if (kWritten & bit(i)) store_columns<Lanes, Isa, kWhole>(x[i], rows[i], c, first, count);
   }
   template <bool kWhole>
   HD void add(Isa (&value)[kValues], int64_t c, int first, int count) const {
     Isa x[kMaxImages] = {};
     load<kWhole>(x, c, first, count);
     if constexpr (kWritten != 0) {
-      Op::template first<kLists>(x);
+      Op::template first<kUsed>(x);
       store<kWhole>(x, c, first, count);
 #pragma GCC unroll 4
       for (int i = 0; i < kMaxImages; ++i)
         if (kWritten & bit(i)) x[i] = Isa(Lanes::widen(Lanes::narrow(x[i])));
     }
     const Isa weight = load_weight<Isa, kWhole>(weights, c, first, count);
-    Op::template add<kStage, kLists>(x, coef, weight, column_bits<kWhole, Isa>(first, count),
-                                     value);
+    Op::template add<kStage, kUsed>(x, coef, weight, column_bits<kWhole, Isa>(first, count), value);
   }
   template <bool kWhole>
   HD void map(const float* biases, int64_t c, int count) const {
     Isa x[kMaxImages] = {};
     load<kWhole>(x, c, 0, count);
-    Op::template apply<kLists>(x, coef, load_weight<Isa, kWhole>(weights, c, 0, count),
-                               load_weight<Isa, kWhole>(biases, c, 0, count));
+    Op::template apply<kUsed>(x, coef, load_weight<Isa, kWhole>(weights, c, 0, count),
+                              load_weight<Isa, kWhole>(biases, c, 0, count));
     store<kWhole>(x, c, 0, count);
   }
 };
 
 // Stage kStage of a row and those that follow.
-template <class Isa, class Op, unsigned kLists, class Lanes, int kStage = 0>
+template <class Isa, class Op, unsigned kUsed, class Lanes, int kStage = 0>
 HD void pass_row(const NnArgs& args, int64_t row, const float* affine, float (&coef)[Op::kCoefs]) {
-  const PassStage<Isa, Op, kLists, Lanes, kStage> stage(args, row, affine, coef);
+  const PassStage<Isa, Op, kUsed, Lanes, kStage> stage(args, row, affine, coef);
   const int64_t columns = args.image.channels;
   if constexpr (kStage < Op::kStages) {
     float sums[Op::kSums];
     sum_row<Isa>(stage, columns, sums);
     Op::template finish_stage<kStage>(args, row, sums, coef);
-    pass_row<Isa, Op, kLists, Lanes, kStage + 1>(args, row, affine, coef);
+    pass_row<Isa, Op, kUsed, Lanes, kStage + 1>(args, row, affine, coef);
   } else {
     const float* biases = affine + coef_stride(args.image);
-    for_columns<Isa>(columns, [&](auto whole, int64_t c, int count)
+    for_vectors<Isa>(columns, [&](int64_t c, int count, auto whole)
                                   HD_LAMBDA { stage.template map<whole>(biases, c, count); });
   }
 }
@@ -256,12 +246,12 @@ void NnKernel<Isa, Op>::row_sum(NnArgs args, int64_t begin, int64_t end) {
 
 template <class Isa, class Op>
 void NnKernel<Isa, Op>::row_pass(NnArgs args, const float* affine, int64_t begin, int64_t end) {
-  with_lists<Op>(args, [&](auto lists) HD_LAMBDA {
+  with_used_images<Op>(args, [&](auto used) HD_LAMBDA {
     with_lanes<Isa>(args.image.dtype, [&](auto stored) HD_LAMBDA {
       for (int64_t row = begin; row < end; ++row) {
         float coef[Op::kCoefs];
-        Op::template begin<lists>(args, row, coef);
-        pass_row<Isa, Op, lists, decltype(stored)>(args, row, affine, coef);
+        Op::template begin<used>(args, row, coef);
+        pass_row<Isa, Op, used, decltype(stored)>(args, row, affine, coef);
       }
     });
   });
@@ -287,12 +277,12 @@ void NnKernel<Isa, Op>::row_map(NnArgs args, int64_t begin, int64_t end) {
       for (int k = 0; k < Op::kCoefs; ++k) all[k] = Isa(coef[k]);
       const int64_t target = args.targets[row];
       const float x = load_float(input, dtype, target);  // the output may be the input
-      for_columns<Isa>(columns, [&](auto whole, int64_t c, int count) HD_LAMBDA {
+      for_vectors<Isa>(columns, [&](int64_t c, int count, auto whole) HD_LAMBDA {
         Isa weight(1.0f);
         if constexpr (!plain) weight = load_weight<Isa, whole>(weights, c, 0, count);
-        const Isa y = Op::template apply<plain>(load_at<Lanes, Isa, whole>(input, c, 0, count), all,
-                                                weight, 0);
-        store_at<Lanes, Isa, whole>(y, output, c, 0, count);
+        const Isa y = Op::template apply<plain>(load_columns<Lanes, Isa, whole>(input, c, 0, count),
+                                                all, weight, 0);
+        store_columns<Lanes, Isa, whole>(y, output, c, 0, count);
       });
       const float weight = weights ? weights[target] : 1.0f;
       store_float(output, dtype, target, Op::template apply<plain>(x, coef, weight, 1));
