@@ -18,8 +18,12 @@ from harness.routes import AmpfuseRoute
 from layers import Call
 
 STALLS = (
-    *("no_instruction", "math_pipe_throttle", "wait", "branch_resolving"),
-    *("short_scoreboard", "long_scoreboard"),
+    "no_instruction",
+    "math_pipe_throttle",
+    "wait",
+    "branch_resolving",
+    "short_scoreboard",
+    "long_scoreboard",
 )
 METRICS = [
     "gpu__time_duration.sum",

@@ -9,11 +9,23 @@ from pathlib import Path
 
 from .tables import markdown
 
-_NAMES = {"vgg16": "VGG16, 32x32 (E1)", "wrn28_10": "WRN-28-10, 32x32 (E2)"}
-_NAMES |= {"resnet18": "ResNet-18, 224x224 (E4)", "mlp": "MLP (E5)"}
+_NAMES = {
+    "vgg16": "VGG16, 32x32 (E1)",
+    "wrn28_10": "WRN-28-10, 32x32 (E2)",
+    "resnet18": "ResNet-18, 224x224 (E4)",
+    "mlp": "MLP (E5)",
+}
 _COLUMNS = (
-    *("experiment", "batch", "FP32, ms", "torch.amp BF16, ms", "O5, ms", "O5 against FP32"),
-    *("against torch.amp", "memory, MB: FP32", "torch.amp", "O5"),
+    "experiment",
+    "batch",
+    "FP32, ms",
+    "torch.amp BF16, ms",
+    "O5, ms",
+    "O5 against FP32",
+    "against torch.amp",
+    "memory, MB: FP32",
+    "torch.amp",
+    "O5",
 )
 
 
