@@ -449,7 +449,7 @@ def us(*records):
     """Microseconds a step, by kind."""
     profile, times = Profile(records), {}
     for (kind, _), took in profile.times.items():
-        times[kind] = times.get(kind, 0.0) + took / len(profile.steps)
+        times[kind] = times.get(kind, 0.0) + took / profile.steps
     return {kind: round(took, 3) for kind, took in times.items() if took}
 
 
@@ -494,7 +494,19 @@ def test_what_several_streams_hide_is_counted_once():
         kernel("ncclDevKernel_AllReduce", 50, 300, of=0, stream=9),
         step_mark(400),
     )
-    assert times["communication"] == 50.0 + 50.0 + 40.0
+    assert times == {
+        "matrix": 150.0 + 10.0,
+        "communication": 50.0 + 50.0 + 40.0,
+        "host": 50.0 + 50.0,
+    }
+
+
+def test_loading_outside_of_the_profiled_steps_is_not_counted():
+    def load(start):
+        return host("enumerate(DataLoader)#_It.__next__", start, 50, cat="user_annotation")
+
+    records = [load(0), step_mark(100), load(110), kernel("gemm", 180, 20, of=0), step_mark(300)]
+    assert us(*records, load(310)) == {"data": 50.0, "matrix": 20.0, "host": 130.0}
 
 
 def test_kernels_tell_precision_and_units():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from ampfuse import hardware
@@ -58,8 +56,11 @@ _NAMES = [
             r"argmax|argmin|var\w*|std\w*|norm|linalg_vector_norm|logsumexp|cumsum|topk|sort)"
             r"|aten::_softmax_backward_data|aten::binary_cross_entropy\w*",
         ),
-        ("memory", r"(?!autograd|torch)\w+::.*|Torch-Compiled.*|## Call Compiled.*|graph_\d+_.*"),
-        ("memory", r"Optimizer\.zero_grad#.*"),
+        (
+            "memory",
+            r"(?!autograd|torch)\w+::.*|Torch-Compiled.*|## Call Compiled.*|graph_\d+_.*"
+            r"|Optimizer\.zero_grad#.*",
+        ),
     )
 ]
 # All events inside of these count as theirs, except a closure.
@@ -82,8 +83,9 @@ _TRANSFERS = frozenset({"communication", "data", "sync"})  # by a device, while 
 class Event:
     """An operation, annotation, call of the CUDA runtime, or kernel.
 
-    `dims`, `strides`, `types` and `values` have one entry for each input. `parent` is the event
-    around it on its thread; of a kernel, the operation that launched it.
+    `dims`, `strides`, `types` and `values` have one entry for each input. `number` is what a kernel
+    and the operation that launched it share. `parent` is the event around it on its thread; of a
+    kernel, that operation.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Event:
     strides: list[Any] = field(default_factory=list)
     types: list[str] = field(default_factory=list)
     values: list[str] = field(default_factory=list)
+    number: object = None
     parent: Event | None = None
     self_us: float = 0.0
     kind: str = ""
@@ -145,98 +148,69 @@ class Profile:
 
     Attributes:
         host: its events, by start, and `device` those of the device.
-        steps: begin and end of each.
-        times: microseconds of all steps, by kind and, of matrix work, precision and units.
+        steps: how many there are; if none, the others are missing.
+        duration: microseconds of all steps.
+        times: the same by kind and, of matrix work, precision and units.
         operations: those of a step, with their time under the profiler, longest first.
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]]) -> None:
         self.host, self.device = _read(records)
         marks = [event for event in self.host if event.name == STEP]
-        self.steps = [(before.end, mark.end) for before, mark in pairwise(marks)]
-        self.times: dict[tuple[str, str], float] = defaultdict(float)
+        self.steps = max(len(marks) - 1, 0)
         if not self.steps:
             return
-        self._begin, self._end = self.steps[0][0], self.steps[-1][1]
-        self.duration = self._end - self._begin
-        for event in (*self.host, *self.device):
-            event.kind = _kind_on_device(event) if event.category in _DEVICE else _kind(event)
-        self._count_transfers_where_nothing_else_runs()
+        begin, end = marks[0].end, marks[-1].end
+        self.duration = end - begin
+        for event in self.host:
+            event.kind = _kind(event)
+        for event in self.device:
+            event.kind = _kind_on_device(event)
+        _share_time(self.device)
+        host, device = (
+            [event for event in events if begin <= event.start < end]
+            for events in (self.host, self.device)
+        )
+        for event in (*host, *device):
+            event.self_us = max(event.self_us - max(event.end - end, 0.0), 0.0)
+        self.times: dict[tuple[str, str], float] = defaultdict(float)
         thread = marks[0].thread
-        counted = self.device or [event for event in self.host if event.thread == thread]
-        self.operations = self._sum(event for event in counted if self._is_inside(event))
-        self._add_the_rest()
-
-    def _is_inside(self, event: Event) -> bool:
-        return self._begin <= event.start < self._end
-
-    def _count_transfers_where_nothing_else_runs(self) -> None:
-        busy: list[list[float]] = []  # begins and ends of other work, on any stream
-        for event in self.device:
-            if event.kind in _TRANSFERS:
-                continue
-            if busy and event.start <= busy[-1][1]:
-                busy[-1][1] = max(busy[-1][1], event.end)
-            else:
-                busy.append([event.start, event.end])
-        ends = [end for _, end in busy]
-        for event in self.device:
-            if event.kind in _TRANSFERS:
-                i = bisect.bisect_right(ends, event.start)
-                while i < len(busy) and busy[i][0] < event.end:
-                    event.self_us -= min(event.end, busy[i][1]) - max(event.start, busy[i][0])
-                    i += 1
+        self.operations = self._sum(device or [event for event in host if event.thread == thread])
+        rest = self.duration - sum(self.times.values())
+        if device:
+            loading = sum(event.self_us for event in host if event.kind == "data")
+            self.times["data", ""] += min(rest, loading)
+            self.times["host", ""] += max(rest - loading, 0.0)
+        else:
+            self.times["python", ""] += rest
 
     def _sum(self, events: Iterable[Event]) -> list[Operation]:
         """Add the events to the times; return their operations."""
         operations: dict[str, Operation] = {}
         for event in events:
-            took = max(event.self_us - max(event.end - self._end, 0.0), 0.0)
             detail = f"{event.precision or 'integers'}, {event.units}"
-            self.times[event.kind, detail if event.kind == "matrix" else ""] += took
+            self.times[event.kind, detail if event.kind == "matrix" else ""] += event.self_us
             if event.kind not in ("host", "data") and event.name != STEP:
                 source = event.parent if event.category == "kernel" and event.parent else event
                 inputs = source.name, source.dims, source.strides, source.types, event.kind
                 op = operations.setdefault(repr(inputs), Operation(source, event.kind))
-                op.ms += took / 1e3 / len(self.steps)
-                op.calls += 1 / len(self.steps)
+                op.ms += event.self_us / 1e3 / self.steps
+                op.calls += 1 / self.steps
         return sorted(operations.values(), key=lambda op: -op.ms)
-
-    def _add_the_rest(self) -> None:
-        """The time that no event takes: a device waits for the host, on the CPU Python runs."""
-        rest = self.duration - sum(self.times.values())
-        if self.device:
-            loading = sum(event.self_us for event in self.host if event.kind == "data")
-            data = min(max(rest, 0.0), loading)
-            self.times["data", ""] += data
-            self.times["host", ""] += rest - data
-        else:
-            self.times["python", ""] += rest
 
 
 def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event]]:
     """The events of the host and of the device, by start; with parents and times of their own."""
     host: list[Event] = []
     device: list[Event] = []
-    operations: dict[object, Event] = {}  # by the id that kernels refer to
-    launchers: dict[Event, object] = {}  # of a kernel, that id
     for record in records:
         category = record.get("cat", "")
-        if record.get("ph", "X") != "X" or category not in _HOST | _DEVICE:
-            continue
-        start = float(record["ts"])
-        end = start + float(record.get("dur", 0))
-        facts = record.get("args", {})
-        lists = (facts.get(name, []) for name in _INPUTS)
-        event = Event(record["name"], category, start, end, record.get("tid", 0), *lists)
-        on_device = category in _DEVICE
-        (device if on_device else host).append(event)
-        if (number := facts.get("External id")) is None:
-            continue
-        if on_device:
-            launchers[event] = number
-        elif category == "cpu_op":
-            operations[number] = event
+        if category in _HOST | _DEVICE:
+            facts, start = record.get("args", {}), float(record["ts"])
+            where = category, start, start + float(record.get("dur", 0)), record.get("tid", 0)
+            inputs = (facts.get(name, []) for name in _INPUTS)
+            event = Event(record["name"], *where, *inputs, facts.get("External id"))
+            (device if category in _DEVICE else host).append(event)
     for events in (host, device):
         events.sort(key=lambda event: (event.start, -event.end))
     open_on: dict[object, list[Event]] = defaultdict(list)
@@ -249,10 +223,26 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
             event.parent = stack[-1]
             event.parent.self_us -= min(event.end, event.parent.end) - event.start
         stack.append(event)
+    operations = {event.number: event for event in host if event.category == "cpu_op"}
     for event in device:
-        event.parent = operations.get(launchers.get(event))
-        event.self_us = event.end - event.start
+        event.parent = None if event.number is None else operations.get(event.number)
     return host, device
+
+
+def _share_time(device: Iterable[Event]) -> None:
+    """Count time in which several streams work once: for what began first, transfers last."""
+    active: list[Event] = []
+    before = 0.0
+    edges = [(event.start, event) for event in device] + [(event.end, event) for event in device]
+    for now, event in sorted(edges, key=lambda edge: edge[0]):
+        if active:
+            first = min(active, key=lambda other: other.kind in _TRANSFERS)
+            first.self_us += now - before
+        before = now
+        if event in active:
+            active.remove(event)
+        else:
+            active.append(event)
 
 
 def _by_name(event: Event) -> str:

@@ -201,7 +201,7 @@ def _complete(report: Report, watch: Watch) -> None:
     report.steps = len(times)
     report.step_ms = statistics.fmean(times)
     report.fastest_ms, report.slowest_ms = min(times), max(times)
-    report.profiled_ms = profile.duration / len(profile.steps) / 1e3
+    report.profiled_ms = profile.duration / profile.steps / 1e3
     report.device = watch.device
     report.optimizers = watch.optimizers
     report.syncs = watch.syncs.lines()
@@ -367,7 +367,7 @@ def compare_attention(report: Report, profile: Profile) -> list[Finding]:
     best = min(medians, key=lambda name: medians[name], default=used)
     if used not in times or max(times[best]) >= min(times[used]):
         return []
-    gain = report.gain_of(len(same) / len(profile.steps) * (medians[used] - medians[best]))
+    gain = report.gain_of(len(same) / profile.steps * (medians[used] - medians[best]))
     chosen = ", ".join(str(_BACKENDS[name]) for name in (best, used))
     line = f"with torch.nn.attention.sdpa_kernel([{chosen}], set_priority=True):"
     found = f"measured {gain:.2f}x"
