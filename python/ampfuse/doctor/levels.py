@@ -222,8 +222,7 @@ class _Task:
             return Row(level, blocker=f"{type(error).__name__}: {first_line}".rstrip(": "))
 
     def _run(self, level: str, steps: int, end: float, scale: float, seed: int) -> Row:
-        _seed(seed)
-        model, optimizer, step = self._start(level, scale)
+        model, optimizer, step = self._start(level, scale, seed)
         batches, losses, clock = list(self.batches), [], StepClock(self.device)
         if seed:
             random.shuffle(batches)
@@ -247,7 +246,6 @@ class _Task:
 
     def _stable_scale(self, level: str) -> float | None:
         """The value that a dynamic loss scale comes down to, or None. Also a warm-up of kernels."""
-        _seed(0)
         model, optimizer, step = self._start(level)
         clean = 0
         for batch in itertools.islice(itertools.cycle(self.batches), _MAX_ATTEMPTS):
@@ -260,10 +258,16 @@ class _Task:
                 return sessions.of_optimizers([optimizer]).loss_scalers[0].loss_scale()
         return None
 
-    def _start(self, level: str, scale: float = 2.0**16) -> tuple[nn.Module, Any, Any]:
+    def _start(
+        self, level: str, scale: float = 2.0**16, seed: int = 0
+    ) -> tuple[nn.Module, Any, Any]:
         """Copies of model and optimizer at a level, and a function that trains them on a batch: it
         returns the loss, float32, 0-dim, on the device."""
         ProcessMemory(self.device).release()  # of the copies before
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed)
         model, optimizer = copy.deepcopy((self.model, self._optimizer))
         model, optimizer = initialize(
             model, optimizer, opt_level=level, verbosity=0, init_scale=scale
@@ -278,13 +282,6 @@ class _Task:
             return loss.detach().float()
 
         return model, optimizer, step
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
 
 
 @contextlib.contextmanager
@@ -363,13 +360,13 @@ def distance(a: Sequence[float], b: Sequence[float], batches: int) -> float:
     steps = min(len(a), len(b))
     pairs = zip(_means(a, batches, steps), _means(b, batches, steps), strict=True)
     differences = [abs(one - other) for one, other in pairs]
-    return max((d if math.isfinite(d) else math.inf for d in differences), default=math.inf)
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
 def _means(losses: Sequence[float], batches: int, steps: int) -> list[float]:
     """Means over the whole windows of :func:`distance` in the first `steps`."""
     window = max(1, steps // _WINDOWS)
-    window = max(1, min(steps, -(-window // batches) * batches))
+    window = min(steps, math.ceil(window / batches) * batches)
     starts = range(0, steps - window + 1, window)
     return [sum(losses[start : start + window]) / window for start in starts]
 

@@ -206,10 +206,12 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
     for record in records:
         category = record.get("cat", "")
         if category in _HOST | _DEVICE:
-            facts, start = record.get("args", {}), float(record["ts"])
-            where = category, start, start + float(record.get("dur", 0)), record.get("tid", 0)
+            start = float(record["ts"])
+            end = start + float(record.get("dur", 0))
+            facts = record.get("args", {})
             inputs = (facts.get(name, []) for name in _INPUTS)
-            event = Event(record["name"], *where, *inputs, facts.get("External id"))
+            event = Event(record["name"], category, start, end, record.get("tid", 0), *inputs)
+            event.number = facts.get("External id")
             (device if category in _DEVICE else host).append(event)
     for events in (host, device):
         events.sort(key=lambda event: (event.start, -event.end))

@@ -80,6 +80,10 @@ class Report:
         """The share of the step, 0 to 1, of all work of `kinds`."""
         return sum(share.share for share in self.shares if share.kind in kinds)
 
+    def ms_of(self, *kinds: str) -> float:
+        """Milliseconds of a step that all work of `kinds` takes."""
+        return self.share_of(*kinds) * self.step_ms
+
     @property
     def bottleneck(self) -> str:
         """What takes most of the step: a key of ``BOTTLENECKS``."""
@@ -194,9 +198,6 @@ def _complete(report: Report, watch: Watch) -> None:
         path = Path(folder, "trace.json")
         watch.profiler.export_chrome_trace(str(path))
         profile = Profile(json.loads(path.read_text(errors="replace"))["traceEvents"])
-    if not profile.steps:
-        report.problem = f"the training ended in its first profiled step, {watch.seen} steps in all"
-        return
     times = [seconds * 1e3 for seconds in watch.seconds]
     report.steps = len(times)
     report.step_ms = statistics.fmean(times)
@@ -220,39 +221,25 @@ def _complete(report: Report, watch: Watch) -> None:
 # --- what would help ------------------------------------------------------------------------------
 
 
-def _half_pays(name: str) -> Callable[[Report], bool]:
-    """A rule: the device computes in the type, and matrix work takes over a tenth of a step."""
-    return lambda report: (
-        report.half_type == name and report.full_ms("matrix") > 0.1 * report.step_ms
-    )
+def _half_ms(report: Report, name: str) -> float:
+    """The milliseconds that half precision saves: half as many bytes; its units gain more, and
+    small products less. 0 if the device does not compute in it, or matrix work takes little."""
+    if report.half_type != name or report.full_ms("matrix") <= 0.1 * report.step_ms:
+        return 0.0
+    return report.full_ms("matrix", "memory", "norm") / 2
 
 
 class Rule(NamedTuple):
-    """A change that saves a part of a step's time.
+    """A change, how to make it, and the milliseconds of a step that it saves.
 
-    Attributes:
-        change, suggestion: what it is, and how to make it.
-        kinds: the kinds of work that take less time then.
-        applies: whether the change is possible.
-        saves_half: about half of their time; otherwise at most all of it, as if nothing came in
-            its place.
-        full_only: only the time of operations that are not in half precision.
+    `estimate` is "at most" where these are the time of what is removed, as if nothing came in its
+    place.
     """
 
     change: str
     suggestion: str
-    kinds: tuple[str, ...]
-    applies: Callable[[Report], bool] = lambda report: True
-    saves_half: bool = False
-    full_only: bool = False
-
-    def gain(self, report: Report) -> float:
-        """The speedup of the step."""
-        if self.full_only:
-            ms = report.full_ms(*self.kinds)
-        else:
-            ms = report.share_of(*self.kinds) * report.step_ms
-        return report.gain_of(ms / 2 if self.saves_half else ms)
+    saved: Callable[[Report], float]
+    estimate: str = "at most"
 
 
 RULES: tuple[Rule, ...] = (
@@ -260,57 +247,54 @@ RULES: tuple[Rule, ...] = (
         "faster loading",
         "DataLoader(num_workers=..., persistent_workers=True): one for each core, more if they "
         "wait for files; cheaper transforms",
-        ("data",),
+        lambda report: report.ms_of("data"),
     ),
-    # Half as many bytes; units for half precision gain more, and small products less.
-    *(
-        Rule(
-            f"{name} ({level})",
-            f'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")',
-            ("matrix", "memory", "norm"),
-            applies=_half_pays(name),
-            saves_half=True,
-            full_only=True,
-        )
-        for name, level in (("BF16", "O5"), ("FP16", "O2"))
+    Rule(
+        "BF16 (O5)",
+        'model, optimizer = amp.initialize(model, optimizer, opt_level="O5")',
+        lambda report: _half_ms(report, "BF16"),
+        "about",
+    ),
+    Rule(
+        "FP16 (O2)",
+        'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")',
+        lambda report: _half_ms(report, "FP16"),
+        "about",
     ),
     Rule(
         "fused optimizer",
         "the one of the same name in ampfuse.optim, or opt_level O0: one pass over all parameters",
-        ("optimizer",),
-        applies=lambda report: not FUSED.keys().isdisjoint(report.optimizers),
-        saves_half=True,
+        lambda report: report.ms_of("optimizer") / 2 if FUSED.keys() & report.optimizers else 0.0,
+        "about",
     ),
     Rule(
         "one launch for a whole step",
         "ampfuse.graphs.make_graphed_step(model, loss_fn, optimizer, batch): a CUDA graph; first "
         "remove the lines that synchronize",
-        ("host",),
-        applies=lambda report: report.is_on_gpu,
+        lambda report: report.ms_of("host") if report.is_on_gpu else 0.0,
     ),
     Rule(
         "less Python, fewer and larger operations",
         "move loading (into a DataLoader), logging and file access out of the step; larger "
         "batches; torch.compile(model)",
-        ("host", "python"),
-        applies=lambda report: not report.is_on_gpu,
+        lambda report: 0.0 if report.is_on_gpu else report.ms_of("host", "python"),
     ),
     Rule(
         "less communication",
         "overlap it with the backward pass (DistributedDataParallel), or send half precision",
-        ("communication",),
+        lambda report: report.ms_of("communication"),
     ),
     Rule(
         "fewer casts",
         "keep tensors in one type from the model's input to its output; O2 and O5 keep weights in "
         "half, where autocast casts them in every step",
-        ("cast",),
+        lambda report: report.ms_of("cast"),
     ),
     Rule(
         "fewer transpositions",
         "keep images in one memory format (in half precision channels_last), call .contiguous() "
         "once and not in each step",
-        ("layout",),
+        lambda report: report.ms_of("layout"),
     ),
 )
 
@@ -319,10 +303,10 @@ def find(report: Report) -> list[Finding]:
     """The changes that help by the `RULES`."""
     findings = []
     for rule in RULES:
-        gain = rule.gain(report)
-        if gain >= MIN_GAIN and rule.applies(report):
-            speedup = f"{'about' if rule.saves_half else 'at most'} {gain:.2f}x"
-            findings.append(Finding(rule.change, rule.suggestion, found=speedup, gain=gain))
+        gain = report.gain_of(rule.saved(report))
+        if gain >= MIN_GAIN:
+            found = f"{rule.estimate} {gain:.2f}x"
+            findings.append(Finding(rule.change, rule.suggestion, found=found, gain=gain))
     return findings
 
 
@@ -368,6 +352,8 @@ def compare_attention(report: Report, profile: Profile) -> list[Finding]:
     if used not in times or max(times[best]) >= min(times[used]):
         return []
     gain = report.gain_of(len(same) / profile.steps * (medians[used] - medians[best]))
+    if gain < MIN_GAIN:
+        return []
     chosen = ", ".join(str(_BACKENDS[name]) for name in (best, used))
     line = f"with torch.nn.attention.sdpa_kernel([{chosen}], set_priority=True):"
     found = f"measured {gain:.2f}x"

@@ -50,15 +50,14 @@ class SyncRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        is_sync = name in _SYNCHRONIZING
-        if name in ("index", "index_put", "index_put_"):  # the elements of a mask are counted
-            is_sync = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-        elif name in ("_to_copy", "copy_"):
+        if name in ("_to_copy", "copy_"):
             blocks = not (kwargs or {}).get("non_blocking") and True not in args[2:]
             source = args[1] if name == "copy_" else args[0]
             is_sync = source.is_cuda and not result.is_cuda and blocks
-        elif is_sync:
+        elif name in _SYNCHRONIZING or _counts_a_mask(name, args):
             is_sync = args[0].is_cuda if self.on_gpu else not self.in_step
+        else:
+            is_sync = False
         if is_sync:
             place, _ = callers(sys._getframe(1))
             self.calls[(*(place or ("in torch", 0)), name)] += 1
@@ -70,6 +69,14 @@ class SyncRecorder(TorchDispatchMode):
             f"{file}:{line}: {linecache.getline(file, line).strip()}  ({count} x {name})"
             for (file, line, name), count in self.calls.most_common()
         ]
+
+
+def _counts_a_mask(name: str, args: Any) -> bool:
+    """Return whether it is an index by a mask, whose elements the host has to count. To assign one
+    number to them is a fill, without a count."""
+    if name == "index" or (name in ("index_put", "index_put_") and args[2].ndim > 0):
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return False
 
 
 @dataclass
@@ -124,8 +131,8 @@ class Watch:
                 "no torch.optim.Optimizer made a step in this process; if other processes train, "
                 "use `with ampfuse.doctor.examine():` around their loop"
             )
-        if self.profiler is None:
-            needed = self.warmup + 2 * self.steps + 1  # the first profiled one is left out
+        if self.seen < self.warmup + self.steps + 2:  # the first profiled one is left out
+            needed = self.warmup + 2 * self.steps + 1
             seen = "1 optimizer step" if self.seen == 1 else f"{self.seen} optimizer steps"
             return f"the training ended after {seen}; {needed} are needed: reduce warmup and steps"
         return None
@@ -159,8 +166,10 @@ class Watch:
             devices = (p.device for group in optimizer.param_groups for p in group["params"])
             self.device = next((d for d in devices if d.type == "cuda"), self.device)
             self.syncs.on_gpu = self.device.type == "cuda"
-        self.seen = max(self.seen, count) if self._chosen is None else self._counts[self._chosen]
-        if optimizer is self._chosen:
+        if self._chosen is None:
+            self.seen = max(self.seen, count)
+        elif optimizer is self._chosen:
+            self.seen = count
             if self.profiler:
                 with record_function(STEP):
                     pass
