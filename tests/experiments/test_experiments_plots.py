@@ -56,10 +56,10 @@ def test_repeats_become_mean_and_sample_deviation(folder):
     names = ("time_s", "memory_mb", "accuracy_pct", "images_per_s", "loss_last", "loss_mean")
     for n in range(3):
         speeds = {"images_per_s_min": 900.0 - n, "images_per_s_max": 2000.0 + n}
-        folder.add(repeat=n, **speeds, **dict.fromkeys(names, 40.0 + n))
+        folder.add(repeat=n, skipped_steps=n, **speeds, **dict.fromkeys(names, 40.0 + n))
     folder.add(gpu="V100", **dict.fromkeys(("time_s", "images_per_s", "images_per_s_min")))
     row, untimed = rows_of(folder)
-    assert (row.source, row.n) == ("measured", 3)
+    assert (row.source, row.n, row.skipped_steps) == ("measured", 3, 1)
     for name in names:
         assert getattr(row, name) == (41, 1)
     assert (row.images_per_s_min, row.images_per_s_max) == (898, 2002)

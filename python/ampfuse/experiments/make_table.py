@@ -16,7 +16,6 @@ import csv
 import functools
 import io
 import math
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -144,7 +143,7 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "note": _note,
     # Of measured runs.
     "step, ms": lambda row: _shown(row, "time_s", 1e3 / row.iterations),
-    "skipped": lambda row: f"{statistics.fmean(r['skipped_steps'] for r in row.runs):.4g}",
+    "skipped": lambda row: f"{row.skipped_steps:.4g}",
     "scale": lambda row: f"{row.scale:,.0f}",
     "outcome": lambda row: row.note,
 }

@@ -72,8 +72,8 @@ class Row:
     # Of measured rows.
     memory_kind: str | None = None
     diverged: int | None = None
-    skipped_steps: int | None = None
-    scale: float | None = None
+    skipped_steps: float | None = None  # mean of the runs
+    scale: float | None = None  # of the last one
     date: str | None = None
     conditions: dict[str, Any] = field(default_factory=dict)
     runs: list[Result] = field(default_factory=list)
@@ -175,7 +175,7 @@ def _row_of(runs: list[Result]) -> Row:
         note=note,
         memory_kind=last["memory_kind"],
         diverged=len(diverged),
-        skipped_steps=last["skipped_steps"],
+        skipped_steps=statistics.fmean(run["skipped_steps"] for run in runs),
         scale=last["loss_scale"],
         date=last["finished"],
         conditions=last["conditions"],

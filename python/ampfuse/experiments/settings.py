@@ -139,57 +139,7 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     text += "".join(f"  {name:<9} {what}\n" for name, what in VARIANTS.items())
     look = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog=prog, description=text, formatter_class=look, allow_abbrev=False)
-    _add_what(parser, script)
-    _add_how(parser, script)
-    words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
-    args = parser.parse_intermixed_args(words)
-    if args.mode and (args.variant or args.fp16 or (args.opt_level and args.mode != "amp")):
-        parser.error(f"--mode {args.mode} sets the variant; give no other flag that does")
-    return args
-
-
-def _add_what(parser: argparse.ArgumentParser, script: Script) -> None:
-    """Flags that choose the runs, their device and their files."""
-    group = parser.add_argument_group("what to train")
-    add = group.add_argument
-    recipes = [recipe.name for recipe in script.recipes]
-    add("--recipe", choices=recipes, help="published settings (default: those of the model)")
-    add("--model", "-a", metavar="NAME", help="one of a recipe, or wrn<depth>_<width>")
-    sources = "a folder, scikit-learn's digits, or synthetic noise"
-    default = f" (default: {script.data or 'none'})"
-    add("--data", metavar="PATH|digits|synthetic", help=sources + default)
-    add("data", nargs="?", default=argparse.SUPPRESS, metavar="DATA", help="the same as --data")
-    one_variant = group.add_mutually_exclusive_group()
-    one_variant.add_argument(
-        "--variant",
-        nargs="+",
-        choices=(*VARIANTS, "all"),
-        metavar="NAME",
-        help="one or several, or all (default: FP32 and O2, or O5 on a CPU)",
-    )
-    one_variant.add_argument(
-        "--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O1"
-    )
-    one_variant.add_argument("--fp16", **_ON, help="E4's name for O2 with a static scale")
-    modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
-    add("--mode", choices=("FP32", "FP16", "amp"), help=modes)
-    one_scale = group.add_mutually_exclusive_group()
-    one_scale.add_argument(
-        "--loss-scale", type=scale, metavar="N|dynamic", help="for variants that scale the loss"
-    )
-    one_scale.add_argument(
-        "--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N"
-    )
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--GPU", metavar="NAME", help="name of the device in results (default: its own)")
-    add("--output", "-o", type=Path, default=Path("results"), metavar="DIR", help="for results")
-    add("--resume", type=Path, metavar="FILE", help="continue from a checkpoint (.pt)")
-    add("--checkpoints", **_ON, help="save one at the end of each epoch")
-    add("--prof", type=int, default=0, metavar="N", help="profile N steps and write a trace")
-
-
-def _add_how(parser: argparse.ArgumentParser, script: Script) -> None:
-    """A flag for each field of :class:`Settings` that is an :func:`option`."""
+    _add_what(parser.add_argument_group("what to train"), script)
     how = parser.add_argument_group("how to train, the same for every variant")
     length = how.add_mutually_exclusive_group()
     for name, field in FIELDS.items():
@@ -197,6 +147,40 @@ def _add_how(parser: argparse.ArgumentParser, script: Script) -> None:
             kind = dict(field.metadata)
             group = length if name in ("epochs", "iterations") else how
             group.add_argument(f"--{name.replace('_', '-')}", *kind.pop("names"), **kind)
+    words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+    args = parser.parse_intermixed_args(words)
+    if args.mode and (args.variant or args.fp16 or (args.opt_level and args.mode != "amp")):
+        parser.error(f"--mode {args.mode} sets the variant; give no other flag that does")
+    return args
+
+
+def _add_what(group: argparse._ArgumentGroup, script: Script) -> None:
+    """Flags that choose the runs, their device and their files."""
+    add = group.add_argument
+    add_variant = group.add_mutually_exclusive_group().add_argument
+    add_scale = group.add_mutually_exclusive_group().add_argument
+
+    recipes = [recipe.name for recipe in script.recipes]
+    add("--recipe", choices=recipes, help="published settings (default: those of the model)")
+    add("--model", "-a", metavar="NAME", help="one of a recipe, or wrn<depth>_<width>")
+    sources = f"a folder, scikit-learn's digits, or noise (default: {script.data or 'none'})"
+    add("--data", metavar="PATH|digits|synthetic", help=sources)
+    add("data", nargs="?", default=argparse.SUPPRESS, metavar="DATA", help="the same as --data")
+    names = (*VARIANTS, "all")
+    variants = "one or several, or all (default: FP32 and O2, or O5 on a CPU)"
+    add_variant("--variant", nargs="+", choices=names, metavar="NAME", help=variants)
+    add_variant("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O1")
+    add_variant("--fp16", **_ON, help="E4's name for O2 with a static scale")
+    modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
+    add("--mode", choices=("FP32", "FP16", "amp"), help=modes)
+    add_scale("--loss-scale", type=scale, metavar="N|dynamic", help="for variants that scale")
+    add_scale("--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--GPU", metavar="NAME", help="name of the device in results (default: its own)")
+    add("--output", "-o", type=Path, default=Path("results"), metavar="DIR", help="for results")
+    add("--resume", type=Path, metavar="FILE", help="continue from a checkpoint (.pt)")
+    add("--checkpoints", **_ON, help="save one at the end of each epoch")
+    add("--prof", type=int, default=0, metavar="N", help="profile N steps and write a trace")
 
 
 # ---- the runs ------------------------------------------------------------------------------------

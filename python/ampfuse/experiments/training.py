@@ -98,9 +98,6 @@ class Run:
         self.variant: Variant
         self._lr: float  # of the latest step
         self._bar: Any  # tqdm's
-        torch.backends.cudnn.benchmark = not settings.deterministic
-        torch.backends.cudnn.deterministic = settings.deterministic
-        torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
 
     def build(self) -> Variant:
         """A new network with an optimizer, in the precision of the run's variant."""

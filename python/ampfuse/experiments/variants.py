@@ -25,7 +25,11 @@ _OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.
 def build_variant(
     settings: Settings, model: nn.Module, loss_of: Loss, device: torch.device
 ) -> Variant:
-    """The variant of `settings`, with `model` (FP32, on `device`) and a new optimizer."""
+    """The variant of `settings`, with `model` (FP32, on `device`) and a new optimizer. Sets what
+    torch keeps for the whole process."""
+    torch.backends.cudnn.benchmark = not settings.deterministic
+    torch.backends.cudnn.deterministic = settings.deterministic
+    torch.use_deterministic_algorithms(settings.deterministic, warn_only=True)
     # By default, torch computes FP32 convolutions in TF32 on an Ampere GPU.
     precision = "tf32" if settings.precision == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
