@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -120,6 +121,7 @@ while True: assert optimizer.{call}.shape == ()
 """
     report = see(code, tmp_path, monkeypatch)
     assert report.share_of("python") > 0.5, str(report)
+    assert "doctor" not in str(report)  # the doctor's own annotations are no operations
 
 
 SYNCS = """
@@ -215,6 +217,17 @@ def test_attention_is_measured_as_it_was_called(monkeypatch):
     assert mask.dtype == torch.bool
     expected = {"dropout_p": 0.25, "is_causal": True, "scale": 0.5, "enable_gqa": False}
     assert options == expected
+
+
+def test_of_backends_that_cannot_compute_an_attention_nothing_is_said():
+    """Only math has dropout on a CPU; torch warns of the others."""
+    tensor = {"dims": [[2, 2, 6, 4]] * 3, "strides": [[48, 24, 4, 1]] * 3, "types": ["float"] * 3}
+    values = ["", "", "", "", "0.25", "False"]
+    event = Event("aten::_scaled_dot_product_attention_math", values=values, **tensor)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert report.measure_attention(event, CPU).keys() == {"math"}
+    assert not said
 
 
 # --- Advice -------------------------------------------------------------------------------------

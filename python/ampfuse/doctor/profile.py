@@ -190,7 +190,7 @@ class Profile:
         for event in events:
             detail = f"{event.precision or 'integers'}, {event.units}"
             self.times[event.kind, detail if event.kind == "matrix" else ""] += event.self_us
-            if event.kind not in ("host", "data") and event.name != STEP:
+            if event.kind not in ("host", "data", "python") and event.name != STEP:
                 source = event.parent if event.category == "kernel" and event.parent else event
                 inputs = source.name, source.dims, source.strides, source.types, event.kind
                 op = operations.setdefault(repr(inputs), Operation(source, event.kind))

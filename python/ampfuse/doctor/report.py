@@ -9,6 +9,7 @@ import re
 import statistics
 import sys
 import tempfile
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -374,10 +375,11 @@ def measure_attention(event: Event, device: torch.device) -> dict[str, list[floa
     inputs: list[Any] = [tensor.requires_grad_() for tensor in (query, key, value)]
     options["enable_gqa"] = query.shape[1] != key.shape[1]
     times = {}
-    with same_random_numbers(), torch.enable_grad():
+    with same_random_numbers(), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of backends that are not for these tensors
         for name, backend in _BACKENDS.items():
             clock = StepClock(device)
-            with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # some are not for these
+            with contextlib.suppress(RuntimeError), sdpa_kernel(backend):
                 for _ in range(3 + 5):
                     output = scaled_dot_product_attention(*inputs, *mask, **options)
                     torch.autograd.grad(output, inputs, torch.ones_like(output))
