@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data_files import no_checksums as no_checksums
-from data_files import write_cifar, write_imagenet, write_mnist
+from experiment_files import no_checksums as no_checksums
+from experiment_files import write_cifar, write_imagenet, write_mnist
 
 pytest.importorskip("torchvision")
 pytest.importorskip("timm")

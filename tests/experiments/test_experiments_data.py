@@ -17,11 +17,11 @@ pytest.importorskip("sklearn")
 from PIL import Image
 from sklearn.datasets import load_digits
 
-import data_files
+import experiment_files
 from ampfuse.experiments.data import DataError, open_data
 from ampfuse.experiments.settings import Settings
 from cases import never_waiting
-from data_files import no_checksums as no_checksums
+from experiment_files import no_checksums as no_checksums
 
 CPU = torch.device("cpu")
 # Normalisation that leaves bytes as they are.
@@ -52,15 +52,15 @@ def same(one, other) -> bool:
 
 def write_mnist(folder, zipped=False):
     """Where torchvision puts it."""
-    return data_files.write_mnist(folder / "MNIST/raw", zipped=zipped)
+    return experiment_files.write_mnist(folder / "MNIST/raw", zipped=zipped)
 
 
 FILES = {
     "mnist": write_mnist,
     "mnist, zipped": functools.partial(write_mnist, zipped=True),
-    "cifar10": data_files.write_cifar,
-    "cifar10, archived": functools.partial(data_files.write_cifar, archived=True),
-    "imagenet": data_files.write_imagenet,
+    "cifar10": experiment_files.write_cifar,
+    "cifar10, archived": functools.partial(experiment_files.write_cifar, archived=True),
+    "imagenet": experiment_files.write_imagenet,
 }
 OF_A_KIND = {"mnist": (10, 1, 28), "cifar10": (10, 3, 32), "imagenet": (3, 3, 28)}
 
@@ -93,7 +93,7 @@ IN_PROCESS = {"image_size": 28, "loader": "workers", "workers": 0, **BYTES}
 @pytest.mark.parametrize("size", [(90, 60), (40, 71), (20, 16)])
 def test_imagenet_of_other_sizes(size, tmp_path):
     """JPEGs: the shorter edge to 32, the middle 28 of that."""
-    data_files.write_imagenet(tmp_path, size=size, kind="jpg")
+    experiment_files.write_imagenet(tmp_path, size=size, kind="jpg")
     expected = []
     for path in sorted((tmp_path / "val").glob("*/*.jpg")):
         height, width = (edge * 32 // min(size) for edge in size)
@@ -105,7 +105,7 @@ def test_imagenet_of_other_sizes(size, tmp_path):
 
 
 def test_imagenet_takes_grey_and_transparent_images(tmp_path):
-    data_files.write_imagenet(tmp_path)
+    experiment_files.write_imagenet(tmp_path)
     grey = np.arange(1024, dtype=np.uint8).reshape(32, 32)
     Image.fromarray(grey).save(tmp_path / "val" / "n02" / "002.png")
     Image.new("RGBA", (32, 32), (1, 2, 3, 4)).save(tmp_path / "val" / "n02" / "003.png")
@@ -180,8 +180,8 @@ def counted(tmp_path):
     arrays = (images, np.arange(24) % 10, images[:11], np.arange(11) % 10)
     folder = tmp_path / "MNIST/raw"
     folder.mkdir(parents=True)
-    for name, array in zip(data_files.MNIST, arrays, strict=True):
-        (folder / name).write_bytes(data_files.idx(array))
+    for name, array in zip(experiment_files.MNIST, arrays, strict=True):
+        (folder / name).write_bytes(experiment_files.idx(array))
     return lambda **options: open_("mnist", tmp_path, image_size=8, **BYTES, **options)
 
 
@@ -263,7 +263,7 @@ def which_crops(batches, originals: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_cifar10_crops_and_flips(loader, tmp_path):
-    written = data_files.write_cifar(tmp_path, each=16)
+    written = experiment_files.write_cifar(tmp_path, each=16)
     originals = functional.pad(torch.from_numpy(written["train"][0]).float(), (4,) * 4)
     data = open_("cifar10", tmp_path, augment=True, shuffle=False, **BYTES, **loader)
     first, second = (which_crops(data.train_batches(epoch), originals) for epoch in range(2))
@@ -279,7 +279,7 @@ def test_cifar10_crops_and_flips(loader, tmp_path):
 
 def test_imagenet_workers_crop_at_random_sizes(tmp_path):
     """A ramp from left to right shows where the crop was taken and how large it was."""
-    data_files.write_imagenet(tmp_path, ("n01",), each=0, test_each=1)
+    experiment_files.write_imagenet(tmp_path, ("n01",), each=0, test_each=1)
     folder = tmp_path / "train" / "n01"
     folder.mkdir(parents=True)
     ramp = np.tile(np.arange(0, 256, 2, dtype=np.uint8), (128, 1))
@@ -309,10 +309,10 @@ def test_workers_augment_an_image_alike_whatever_their_number_and_its_batch():
 @pytest.mark.parametrize("loader", LOADERS[:2])
 def test_augmentation_is_of_seed_epoch_and_rank_alone(loader, tmp_path):
     """All training images are equal, so that only the crops can differ."""
-    pixels = np.broadcast_to(data_files.noise(1, 3072)[0], (8, 3072))
+    pixels = np.broadcast_to(experiment_files.noise(1, 3072)[0], (8, 3072))
     batch = {"data": np.ascontiguousarray(pixels), "labels": [0] * 8}
-    data_files.write_cifar(tmp_path)
-    for name in data_files.CIFAR[:-1]:
+    experiment_files.write_cifar(tmp_path)
+    for name in experiment_files.CIFAR[:-1]:
         (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(batch, 2))
 
     def batches(epoch=0, **options):
@@ -337,7 +337,7 @@ def test_augmentation_is_of_seed_epoch_and_rank_alone(loader, tmp_path):
     ],
 )
 def test_normalisation(options, mean, std, tmp_path):
-    pixels, _ = data_files.write_cifar(tmp_path)["test"]
+    pixels, _ = experiment_files.write_cifar(tmp_path)["test"]
     expected = (pixels / 255 - np.reshape(mean, (3, 1, 1))) / np.reshape(std, (3, 1, 1))
     images, _ = joined(open_("cifar10", tmp_path, **options).test_batches())
     assert torch.allclose(images.double(), torch.from_numpy(expected), atol=1e-5)
@@ -364,7 +364,7 @@ def test_memory_formats_and_loaders_give_the_same_bits(kind, augment):
 
 def test_samples_can_be_sent_to_a_worker_that_was_not_forked(tmp_path):
     """Python starts processes in this way on other systems, and from 3.14 on."""
-    data_files.write_imagenet(tmp_path)
+    experiment_files.write_imagenet(tmp_path)
     for source in ("synthetic", tmp_path):
         data = open_("imagenet", source, image_size=28, loader="workers", augment=True)
         assert same([pickle.loads(pickle.dumps(data._train))[1]], [data._train[1]])
@@ -396,7 +396,7 @@ def replaced(content: bytes) -> bytes:
 @pytest.mark.parametrize("loader", LOADERS[1:])
 @pytest.mark.parametrize("change", [shortened, emptied, replaced])
 def test_damaged_images(change, loader, tmp_path):
-    data_files.write_imagenet(tmp_path, kind="jpg")
+    experiment_files.write_imagenet(tmp_path, kind="jpg")
     path = tmp_path / "train" / "n02" / "005.jpg"
     path.write_bytes(change(path.read_bytes()))
     said = f"{path}: cannot be read as an image"
@@ -425,9 +425,9 @@ def test_damaged_files(kind, name, change, tmp_path):
     """A line that says which data set, which file, and what to do."""
     path = tmp_path / name
     if kind == "mnist":
-        data_files.write_mnist(path.parent, zipped=name.endswith("gz"))
+        experiment_files.write_mnist(path.parent, zipped=name.endswith("gz"))
     else:
-        data_files.write_cifar(tmp_path, archived=name.endswith("gz"))
+        experiment_files.write_cifar(tmp_path, archived=name.endswith("gz"))
     path.write_bytes(change(path.read_bytes()))
     named = path.parent if name.startswith("cifar-10-batches-py") else path
     said = f"--data {tmp_path}: {kind} could not be read: .*delete these if they are damaged: "
@@ -436,10 +436,10 @@ def test_damaged_files(kind, name, change, tmp_path):
 
 def test_labels_that_do_not_fit(tmp_path):
     write_mnist(tmp_path)
-    labels = tmp_path / "MNIST/raw" / data_files.MNIST[1]
-    labels.write_bytes(data_files.idx(np.arange(40) % 11))
+    labels = tmp_path / "MNIST/raw" / experiment_files.MNIST[1]
+    labels.write_bytes(experiment_files.idx(np.arange(40) % 11))
     refused(f"40 labels, 0 to 10, for 40 images; delete .*{labels}", kind="mnist", source=tmp_path)
-    labels.write_bytes(data_files.idx(np.arange(41) % 10))
+    labels.write_bytes(experiment_files.idx(np.arange(41) % 10))
     refused("41 labels, 0 to 9, for 40 images", kind="mnist", source=tmp_path)
 
 
@@ -455,14 +455,14 @@ def test_missing_files(kind, said, tmp_path):
     """The folder, or half of the set."""
     refused(f"{said}.*or use --data digits", kind=kind, source=tmp_path / "new")
     write_mnist(tmp_path)
-    (tmp_path / "MNIST/raw" / data_files.MNIST[1]).unlink()
-    data_files.write_cifar(tmp_path)
+    (tmp_path / "MNIST/raw" / experiment_files.MNIST[1]).unlink()
+    experiment_files.write_cifar(tmp_path)
     (tmp_path / "cifar-10-batches-py" / "data_batch_2").unlink()
     refused(said, kind=kind, source=tmp_path)
 
 
 def test_classes_that_differ(tmp_path):
-    data_files.write_imagenet(tmp_path)
+    experiment_files.write_imagenet(tmp_path)
     shutil.rmtree(tmp_path / "val" / "n01")
     refused(
         "not in both train and val: n01; expected: train/ and", kind="imagenet", source=tmp_path

@@ -14,7 +14,7 @@ pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 
 from ampfuse.__main__ import main
-from experiment_results import ResultFolder
+from experiment_files import ResultFolder
 
 TRAIN = "train mlp --data synthetic --image-size 8 -b 8 --variant fp32 --device cpu --iterations 2"
 COMMANDS = {  # with the folder that each writes to
@@ -64,6 +64,7 @@ WRONG = {
     "train cifar --device cpu --data digits": {
         "--variant O6": "--variant: invalid choice: 'O6'",
         "--batch-size 0": "must be at least 1, got 0",
+        "--prof -1": "must be at least 0, got -1",
         "--lr 0": "expected a positive number, got '0'",
         "--loss-scale big": "--loss-scale: invalid scale value: 'big'",
         "--recipe e4": "invalid choice: 'e4'",

@@ -18,7 +18,7 @@ from matplotlib.image import imread
 from ampfuse.command_line import UsageError
 from ampfuse.experiments import make_plot, results
 from ampfuse.experiments.settings import VARIANTS
-from experiment_results import ResultFolder, divergence
+from experiment_files import ResultFolder, divergence
 from programs import python
 
 E1_VARIANTS, E1_BATCHES = ("FP32", "FP16", "amp"), (128, 256, 512, 1024, 2048)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 pytest.importorskip("torchvision")
 pytest.importorskip("timm")
 
-import data_files
+import experiment_files
 from ampfuse.experiments import cifar, imagenet, settings
 from ampfuse.experiments.distributed import World, gathered
 from programs import python, started
@@ -57,7 +57,7 @@ end()
 def line(tmp_path_factory) -> str:
     """Trains on 96 images and tests on 13, an odd number for two processes."""
     folder = tmp_path_factory.mktemp("imagenet")
-    data_files.write_imagenet(folder, each=32, test_each=4)
+    experiment_files.write_imagenet(folder, each=32, test_each=4)
     extra = folder / "val" / "n01" / "more.png"
     extra.write_bytes((folder / "val" / "n01" / "000.png").read_bytes())
     line = f"--data {folder} --model resnet18 --image-size 16 -b 8 -j 0 --lr 1e-3 --evaluate True"

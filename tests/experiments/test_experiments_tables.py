@@ -7,7 +7,7 @@ from importlib import resources
 import pytest
 
 from ampfuse.experiments import make_table, results
-from experiment_results import ResultFolder, divergence
+from experiment_files import ResultFolder, divergence
 
 # Column of the published CSVs, by the header of the table.
 COLUMNS = {
