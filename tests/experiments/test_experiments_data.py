@@ -403,25 +403,28 @@ def test_damaged_images(change, loader, tmp_path):
     refused(said, kind="imagenet", source=tmp_path, **loader)
 
 
-BATCH, IMAGES = "cifar-10-batches-py/data_batch_3", "MNIST/raw/train-images-idx3-ubyte"
-LABELS = "MNIST/raw/t10k-labels-idx1-ubyte"
+def labels_of(numbers: np.ndarray):
+    return lambda content: experiment_files.idx(numbers)
+
+
+RAW = "MNIST/raw"
+LABELS, TEST_LABELS = f"{RAW}/{experiment_files.MNIST[1]}", f"{RAW}/{experiment_files.MNIST[3]}"
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "change"),
+    ("kind", "name", "change", "said"),
     [
-        ("cifar10", BATCH, shortened),
-        ("cifar10", BATCH, replaced),
-        ("cifar10", "cifar-10-batches-py/batches.meta", emptied),
-        ("cifar10", "cifar-10-python.tar.gz", shortened),
-        ("mnist", f"{LABELS}.gz", emptied),
-        ("mnist", IMAGES, shortened),
-        ("mnist", IMAGES, emptied),
-        ("mnist", LABELS, replaced),
-        ("mnist", LABELS, lambda content: content[:11] + b"\xc8" + content[12:]),
+        ("cifar10", "cifar-10-batches-py/data_batch_3", shortened, ""),
+        ("cifar10", "cifar-10-batches-py/batches.meta", emptied, ""),
+        ("cifar10", "cifar-10-python.tar.gz", shortened, ""),
+        ("mnist", f"{TEST_LABELS}.gz", emptied, ""),
+        ("mnist", f"{RAW}/{experiment_files.MNIST[0]}", shortened, ""),
+        ("mnist", TEST_LABELS, replaced, ""),
+        ("mnist", LABELS, labels_of(np.arange(40) % 11), "40 labels, 0 to 10, for 40 images"),
+        ("mnist", LABELS, labels_of(np.arange(41) % 10), "41 labels, 0 to 9, for 40 images"),
     ],
 )
-def test_damaged_files(kind, name, change, tmp_path):
+def test_damaged_files(kind, name, change, said, tmp_path):
     """A line that says which data set, which file, and what to do."""
     path = tmp_path / name
     if kind == "mnist":
@@ -430,17 +433,8 @@ def test_damaged_files(kind, name, change, tmp_path):
         experiment_files.write_cifar(tmp_path, archived=name.endswith("gz"))
     path.write_bytes(change(path.read_bytes()))
     named = path.parent if name.startswith("cifar-10-batches-py") else path
-    said = f"--data {tmp_path}: {kind} could not be read: .*delete these if they are damaged: "
-    refused(f"{said}.*{named}", kind=kind, source=tmp_path)
-
-
-def test_labels_that_do_not_fit(tmp_path):
-    write_mnist(tmp_path)
-    labels = tmp_path / "MNIST/raw" / experiment_files.MNIST[1]
-    labels.write_bytes(experiment_files.idx(np.arange(40) % 11))
-    refused(f"40 labels, 0 to 10, for 40 images; delete .*{labels}", kind="mnist", source=tmp_path)
-    labels.write_bytes(experiment_files.idx(np.arange(41) % 10))
-    refused("41 labels, 0 to 9, for 40 images", kind="mnist", source=tmp_path)
+    said = f"--data {tmp_path}: {kind} could not be read: .*{said}; delete these if .*{named}"
+    refused(said, kind=kind, source=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +449,7 @@ def test_missing_files(kind, said, tmp_path):
     """The folder, or half of the set."""
     refused(f"{said}.*or use --data digits", kind=kind, source=tmp_path / "new")
     write_mnist(tmp_path)
-    (tmp_path / "MNIST/raw" / experiment_files.MNIST[1]).unlink()
+    (tmp_path / LABELS).unlink()
     experiment_files.write_cifar(tmp_path)
     (tmp_path / "cifar-10-batches-py" / "data_batch_2").unlink()
     refused(said, kind=kind, source=tmp_path)
