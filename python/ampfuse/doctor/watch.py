@@ -73,10 +73,12 @@ class SyncRecorder(TorchDispatchMode):
 
 def _counts_a_mask(name: str, args: Any) -> bool:
     """Return whether it is an index by a mask, whose elements the host has to count. To assign one
-    number to them is a fill, without a count."""
-    if name == "index" or (name in ("index_put", "index_put_") and args[2].ndim > 0):
-        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    return False
+    number to them, which torch keeps on the CPU, is a fill without a count."""
+    if name not in ("index", "index_put", "index_put_"):
+        return False
+    if name != "index" and args[2].ndim == 0 and not args[2].is_cuda:
+        return False
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
 @dataclass
