@@ -517,12 +517,15 @@ def test_what_several_streams_hide_is_counted_once():
     }
 
 
-def test_loading_outside_of_the_profiled_steps_is_not_counted():
+def test_what_is_outside_of_the_profiled_steps_is_not_counted():
     def load(start):
         return host("enumerate(DataLoader)#_It.__next__", start, 50, cat="user_annotation")
 
     records = [load(0), step_mark(100), load(110), kernel("gemm", 180, 20, of=0), step_mark(300)]
-    assert us(*records, load(310)) == {"data": 50.0, "matrix": 20.0, "host": 130.0}
+    records.append(load(310))
+    assert us(*records) == {"data": 50.0, "matrix": 20.0, "host": 130.0}
+    events = Profile(records).host  # among which calls of attention are counted
+    assert [event.start for event in events if event.kind == "data"] == [110]
 
 
 def test_kernels_tell_precision_and_units():

@@ -144,11 +144,11 @@ class Profile:
     in that for data as long as the DataLoader takes.
 
     Arguments:
-        records: the ``traceEvents`` of a trace.
+        records: the ``traceEvents`` of a trace, with the ends of two or more optimizer steps.
 
     Attributes:
-        host: its events, by start, and `device` those of the device.
-        steps: how many there are; if none, the others are missing.
+        host: the events that begin in these steps, in order, and `device` those of the device.
+        steps: how many there are.
         duration: microseconds of all steps.
         times: the same by kind and, of matrix work, precision and units.
         operations: those of a step, with their time under the profiler, longest first.
@@ -157,9 +157,7 @@ class Profile:
     def __init__(self, records: Iterable[Mapping[str, Any]]) -> None:
         self.host, self.device = _read(records)
         marks = [event for event in self.host if event.name == STEP]
-        self.steps = max(len(marks) - 1, 0)
-        if not self.steps:
-            return
+        self.steps = len(marks) - 1
         begin, end = marks[0].end, marks[-1].end
         self.duration = end - begin
         for event in self.host:
@@ -167,18 +165,19 @@ class Profile:
         for event in self.device:
             event.kind = _kind_on_device(event)
         _share_time(self.device)
-        host, device = (
+        self.host, self.device = (
             [event for event in events if begin <= event.start < end]
             for events in (self.host, self.device)
         )
-        for event in (*host, *device):
+        for event in (*self.host, *self.device):
             event.self_us = max(event.self_us - max(event.end - end, 0.0), 0.0)
         self.times: dict[tuple[str, str], float] = defaultdict(float)
         thread = marks[0].thread
-        self.operations = self._sum(device or [event for event in host if event.thread == thread])
+        counted = self.device or [event for event in self.host if event.thread == thread]
+        self.operations = self._sum(counted)
         rest = self.duration - sum(self.times.values())
-        if device:
-            loading = sum(event.self_us for event in host if event.kind == "data")
+        if self.device:
+            loading = sum(event.self_us for event in self.host if event.kind == "data")
             self.times["data", ""] += min(rest, loading)
             self.times["host", ""] += max(rest - loading, 0.0)
         else:

@@ -44,24 +44,21 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     check_installed("experiments", "matplotlib")
     output = args.output or args.results / "figures"
     check_writable("--output", output)
-    found = drawn(_rows(args), std=args.plot_std or args.published)
-    print(*save(found, output / "published" if args.published else output), sep="\n")
-    return 0
-
-
-def _rows(args: argparse.Namespace) -> list[Row]:
-    """The rows to draw."""
     if not (rows := results.published("e1") if args.published else results.measured(args.results)):
         raise UsageError(f"{args.results}: no results in this folder; train first")
-    return results.chosen(rows, args)
+    found = drawn(results.chosen(rows, args), std=args.plot_std or args.published)
+    print(*save(found, output / "published" if args.published else output), sep="\n")
+    return 0
 
 
 def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
     """All figures of all models by name, such as "CIFAR - Time" or "ImageNet resnet18 - Memory
     (std)", except those without values."""
+    by_model: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        by_model.setdefault((row.experiment, row.model), []).append(row)
     found = {}
-    for experiment, model in _distinct((row.experiment, row.model) for row in rows):
-        ours = [row for row in rows if (row.experiment, row.model) == (experiment, model)]
+    for (experiment, model), ours in by_model.items():
         title = TITLES.get(experiment, experiment)
         # The main model of an experiment is not named, as in E1's names.
         if model not in ("vgg16", "mnist_cnn", "mlp") and experiment != "demo":

@@ -180,7 +180,7 @@ def _add_what(group: argparse._ArgumentGroup, script: Script) -> None:
     add("--output", "-o", type=Path, default=Path("results"), metavar="DIR", help="for results")
     add("--resume", type=Path, metavar="FILE", help="continue from a checkpoint (.pt)")
     add("--checkpoints", **_ON, help="save one at the end of each epoch")
-    add("--prof", type=at_least(0), default=0, metavar="N", help="profile N steps and write a trace")
+    add("--prof", type=at_least(0), default=0, metavar="N", help="profile N steps; write a trace")
 
 
 # ---- the runs ------------------------------------------------------------------------------------

@@ -280,6 +280,11 @@ class Run:
     def result(self, diverged: Diverged | None = None) -> Result:
         """The contents of the result file: JSON, with None in place of NaN and infinity."""
         record, settings = self.record, asdict(self.settings)
+        times = record.step_ms or [math.nan]
+        mean_ms = statistics.fmean(times)
+        images = self.settings.batch_size * self.world.size
+        test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
+        accuracy = test["accuracy"]
         now = datetime.datetime.now(datetime.timezone.utc)
         result = {
             "format": FORMAT,
@@ -288,7 +293,16 @@ class Run:
             "seed": self.seed,
             "iterations": self.total,  # the intended length if the run diverged
             "epochs": self.total / self.data.batches_per_epoch,
-            **self._measured(),
+            "time_s": mean_ms * self.total / 1e3,
+            "memory_mb": record.memory_bytes / 1e6,
+            "memory_kind": self.memory.kind if self._tensors is None else "tensors",
+            "accuracy_pct": None if accuracy is None else 100 * accuracy,
+            "test_loss": test["loss"],
+            "images_per_s": 1e3 * images / mean_ms,
+            "images_per_s_min": 1e3 * images / max(times),
+            "images_per_s_max": 1e3 * images / min(times),
+            "loss_last": record.losses[-1] if record.losses else None,
+            "loss_mean": mean_of_finite(record.losses),
             "loss_scale": self.variant.loss_scale(),
             "skipped_steps": record.skipped_steps,
             "diverged": self._stop(diverged) if diverged else None,
@@ -307,27 +321,6 @@ class Run:
             "finished": now.isoformat(timespec="seconds"),
         }
         return json.loads(json.dumps(result), parse_constant=lambda name: None)
-
-    def _measured(self) -> dict[str, Any]:
-        """What a result has of speed, memory and losses."""
-        record = self.record
-        times = record.step_ms or [math.nan]
-        mean_ms = statistics.fmean(times)
-        images = self.settings.batch_size * self.world.size
-        test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
-        accuracy = test["accuracy"]
-        return {
-            "time_s": mean_ms * self.total / 1e3,
-            "memory_mb": record.memory_bytes / 1e6,
-            "memory_kind": self.memory.kind if self._tensors is None else "tensors",
-            "accuracy_pct": None if accuracy is None else 100 * accuracy,
-            "test_loss": test["loss"],
-            "images_per_s": 1e3 * images / mean_ms,
-            "images_per_s_min": 1e3 * images / max(times),
-            "images_per_s_max": 1e3 * images / min(times),
-            "loss_last": record.losses[-1] if record.losses else None,
-            "loss_mean": mean_of_finite(record.losses),
-        }
 
     def _stop(self, diverged: Diverged) -> dict[str, Any]:
         """The step after the last finite loss, and the reason."""
