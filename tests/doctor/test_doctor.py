@@ -551,11 +551,25 @@ def test_kernels_tell_precision_and_units():
     ]
 
 
-def test_a_kernel_without_an_id_belongs_to_no_operation():
-    unknown = kernel("vectorized_elementwise_kernel", 20, 10, of=None)
-    del unknown["args"]["External id"]
-    profile = Profile([step_mark(0), host("aten::mm", 0, 9, **HALF_INPUTS), unknown, step_mark(99)])
-    assert [(event.parent, event.kind) for event in profile.device] == [(None, "memory")]
+def test_a_kernel_without_an_operation_belongs_to_what_is_around_its_launch():
+    """ampfuse's optimizers launch their kernels themselves."""
+    unknown, own = (kernel("apply", start, 10, of=None) for start in (20, 70))
+    for record in (unknown, own):
+        del record["args"]["External id"]
+    own["args"]["correlation"] = 7
+    profile = Profile(
+        [
+            step_mark(0),
+            host("aten::mm", 0, 9, **HALF_INPUTS),
+            unknown,
+            host("Optimizer.step#AdamW.step", 50, 40, cat="user_annotation"),
+            host("cudaLaunchKernel", 60, 5, cat="cuda_runtime", correlation=7),
+            own,
+            step_mark(99),
+        ]
+    )
+    kinds = [(event.parent and event.parent.name, event.kind) for event in profile.device]
+    assert kinds == [(None, "memory"), ("Optimizer.step#AdamW.step", "optimizer")]
 
 
 def test_time_of_the_cpu_is_counted_once():

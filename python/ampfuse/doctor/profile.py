@@ -83,9 +83,10 @@ _TRANSFERS = frozenset({"communication", "data", "sync"})  # by a device, while 
 class Event:
     """An operation, annotation, call of the CUDA runtime, or kernel.
 
-    `dims`, `strides`, `types` and `values` have one entry for each input. `number` is what a kernel
-    and the operation that launched it share. `parent` is the event around it on its thread; of a
-    kernel, that operation.
+    `dims`, `strides`, `types` and `values` have one entry for each input. A kernel has the number
+    `operation` of the operation that launched it, and `launch` of the call of the CUDA runtime.
+    `parent` is the event around it on its thread; of a kernel, that operation, or without one (as
+    ampfuse's optimizers launch theirs) what is around the call.
     """
 
     name: str
@@ -97,7 +98,8 @@ class Event:
     strides: list[Any] = field(default_factory=list)
     types: list[str] = field(default_factory=list)
     values: list[str] = field(default_factory=list)
-    number: object = None
+    operation: object = None
+    launch: object = None
     parent: Event | None = None
     self_us: float = 0.0
     kind: str = ""
@@ -210,7 +212,7 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
             facts = record.get("args", {})
             inputs = (facts.get(name, []) for name in _INPUTS)
             event = Event(record["name"], category, start, end, record.get("tid", 0), *inputs)
-            event.number = facts.get("External id")
+            event.operation, event.launch = facts.get("External id"), facts.get("correlation")
             (device if category in _DEVICE else host).append(event)
     for events in (host, device):
         events.sort(key=lambda event: (event.start, -event.end))
@@ -224,9 +226,12 @@ def _read(records: Iterable[Mapping[str, Any]]) -> tuple[list[Event], list[Event
             event.parent = stack[-1]
             event.parent.self_us -= min(event.end, event.parent.end) - event.start
         stack.append(event)
-    operations = {event.number: event for event in host if event.category == "cpu_op"}
+    operations = {event.operation: event for event in host if event.category == "cpu_op"}
+    launches = {event.launch: event.parent for event in host if event.launch is not None}
     for event in device:
-        event.parent = None if event.number is None else operations.get(event.number)
+        if event.operation is not None:
+            event.parent = operations.get(event.operation)
+        event.parent = event.parent or launches.get(event.launch)
     return host, device
 
 
