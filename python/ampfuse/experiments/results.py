@@ -158,7 +158,8 @@ def rows_of(runs: Iterable[Result]) -> list[Row]:
 
 def _row_of(runs: list[Result]) -> Row:
     """Repeats as one row."""
-    last, sound = runs[-1], [run for run in runs if not run["diverged"]]
+    last = max(reversed(runs), key=lambda run: run["finished"])
+    sound = [run for run in runs if not run["diverged"]]
     diverged = [run["diverged"] for run in runs if run["diverged"]]
     timed = [run for run in sound if run["images_per_s"]]
     note = ""
