@@ -73,7 +73,7 @@ def test_files_in_the_true_format(files, loader, tmp_path):
     if kind == "imagenet" and loader["loader"] == "resident":
         refused("--loader resident does not read", kind=kind, source=tmp_path, **options)
         return
-    data = open_(kind, tmp_path, augment=kind == "mnist", **options)  # MNIST is never augmented
+    data = open_(kind, tmp_path, **options)
     # ImageNet's 28 pixels are the middle of 32, as 224 of 256.
     middle = slice(2, 30) if kind == "imagenet" else slice(None)
     for batches, split in ((data.train_batches(0), "train"), (data.test_batches(), "test")):

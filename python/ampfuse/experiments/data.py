@@ -203,7 +203,6 @@ class Data:
             )
         first, end = (self.test_size * part // world_size for part in (rank, rank + 1))
         self._test_share = slice(first, end)
-        self._augments = settings.augment and kind != "mnist"  # mirrored digits are not digits
         last = settings.channels_last
         self._memory_format = torch.channels_last if last else torch.contiguous_format
         mean, std = (  # a grey set takes the first of three values
@@ -247,7 +246,7 @@ class ResidentData(Data):
             raise DataError("--loader resident does not read image files: use --loader workers")
         self._train, self._train_labels = self._stored(*images.train)
         self._test, self._test_labels = self._stored(*(x[self._test_share] for x in images.test))
-        if self._augments:
+        if settings.augment:
             self._train = nn.functional.pad(self._train, (0, 0, *(_PADDING,) * 4))
         self._scale, self._shift = self._scale.to(self.device), self._shift.to(self.device)
 
@@ -258,7 +257,7 @@ class ResidentData(Data):
     def train_batches(self, epoch: int, start: int = 0) -> Batches:
         order = self._epoch_order(epoch)
         drawn = [order]
-        if self._augments:
+        if self.settings.augment:
             random = generator("crops", self.seed, epoch, self.rank)
             top, left = torch.randint(2 * _PADDING + 1, (2, *order.shape), generator=random)
             drawn += [top, left, torch.randint(2, order.shape, generator=random).bool()]
@@ -307,7 +306,7 @@ class WorkersData(Data):
             plain = [v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)]
         cifar = kind == "cifar10"
         crop = v2.RandomCrop(size, padding=_PADDING) if cifar else v2.RandomResizedCrop(size)
-        train = [crop, v2.RandomHorizontalFlip()] if self._augments else plain
+        train = [crop, v2.RandomHorizontalFlip()] if settings.augment else plain
         last = v2.PILToTensor(), functools.partial(normalised, scale=self._scale, shift=self._shift)
         self._train = Samples(images.train, v2.Compose([*train, *last]))
         self._test = Samples(images.test, v2.Compose([*plain, *last]))
