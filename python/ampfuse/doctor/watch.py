@@ -107,15 +107,17 @@ class Watch:
     def __enter__(self) -> Watch:
         self._process = os.getpid()
         self._counts: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._chosen: object = None
+        self._chosen: Any = None
         self._phases: Any = self._after_warmup()
-        self._hooks = contextlib.ExitStack()
-        self._hooks.callback(register_optimizer_step_pre_hook(self._before).remove)
-        self._hooks.callback(register_optimizer_step_post_hook(self._after).remove)
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        )
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._hooks.close()
+        for hook in self._hooks:
+            hook.remove()
         if self.is_own_process():
             self._phases.close()
 
@@ -160,25 +162,23 @@ class Watch:
             raise Finished
 
     def _count(self, optimizer: Optimizer) -> None:
-        if self._chosen is not None:
-            self.optimizers.add(type(optimizer))
-        count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
-        if self._chosen is None and count == self.warmup:
-            self._chosen = optimizer
-            devices = (p.device for group in optimizer.param_groups for p in group["params"])
-            self.device = next((d for d in devices if d.type == "cuda"), self.device)
-            self.syncs.on_gpu = self.device.type == "cuda"
         if self._chosen is None:
+            count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
             self.seen = max(self.seen, count)
-        elif optimizer is self._chosen:
-            self.seen = count
-            if self.profiler:
-                with record_function(STEP):
-                    pass
+            if count == self.warmup:
+                self._chosen = optimizer
+                next(self._phases)
+            return
+        self.optimizers.add(type(optimizer))
+        if optimizer is self._chosen:
+            self.seen += 1
             next(self._phases, None)
 
     def _after_warmup(self) -> Iterator[None]:
         """The phases after the warm-up; each ``yield`` is a step of the training."""
+        devices = (p.device for group in self._chosen.param_groups for p in group["params"])
+        self.device = next((d for d in devices if d.type == "cuda"), self.device)
+        self.syncs.on_gpu = self.device.type == "cuda"
         wait_for(self.device)
         for _ in range(self.steps):
             begin = time.perf_counter()
@@ -195,6 +195,8 @@ class Watch:
         try:
             for _ in range(self.steps + 1):
                 yield
+                with record_function(STEP):
+                    pass
         finally:
             wait_for(self.device)
             with silent_stderr():
