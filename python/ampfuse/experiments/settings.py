@@ -149,8 +149,8 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
             group.add_argument(f"--{name.replace('_', '-')}", *kind.pop("names"), **kind)
     words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
     args = parser.parse_intermixed_args(words)
-    if args.mode and (args.variant or args.fp16 or (args.opt_level and args.mode != "amp")):
-        parser.error(f"--mode {args.mode} sets the variant; give no other flag that does")
+    if args.opt_level and (args.variant or args.mode not in (None, "amp")):
+        parser.error(f"--opt-level {args.opt_level} sets the variant; give no other flag that does")
     return args
 
 
@@ -169,10 +169,11 @@ def _add_what(group: argparse._ArgumentGroup, script: Script) -> None:
     names = (*VARIANTS, "all")
     variants = "one or several, or all (default: FP32 and O2, or O5 on a CPU)"
     add_variant("--variant", nargs="+", choices=names, metavar="NAME", help=variants)
-    add_variant("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O1")
-    add_variant("--fp16", **_ON, help="E4's name for O2 with a static scale")
     modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
-    add("--mode", choices=("FP32", "FP16", "amp"), help=modes)
+    add_variant("--mode", choices=("FP32", "FP16", "amp"), help=modes)
+    mode = {"action": "store_const", "const": "fp16", "dest": "mode"}
+    add_variant("--fp16", **mode, help="E4's name for O2 with a static scale")
+    add("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O1")
     add_scale("--loss-scale", type=scale, metavar="N|dynamic", help="for variants that scale")
     add_scale("--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -215,11 +216,10 @@ def runs_of(args: argparse.Namespace, script: Script, device: torch.device) -> l
 def _variants(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Name, precision and loss scale of each, from our flags or the published scripts'."""
     loss_scale = args.loss_scale or args.static_loss_scale
-    if name := args.mode or ("fp16" if args.fp16 else None):
-        precision, published_scale = _MODES[name]
-        loss_scale = loss_scale or published_scale
-        precision = args.opt_level or precision
-        return [{"variant": name, "precision": precision, "loss_scale": loss_scale}]
+    if args.mode:
+        precision, published_scale = _MODES[args.mode]
+        variant = {"variant": args.mode, "precision": args.opt_level or precision}
+        return [{**variant, "loss_scale": loss_scale or published_scale}]
     names = args.variant or ([args.opt_level] if args.opt_level else ["fp32"])
     # The FP32 line of E4 has a static scale, but no --fp16.
     if not (args.variant or args.opt_level or args.static_loss_scale):
