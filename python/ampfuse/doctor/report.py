@@ -322,13 +322,6 @@ _BACKENDS = {
 _ATTENTION = re.compile(
     r"aten::_scaled_dot_product_(?:attention_)?(flash|cudnn|efficient|math)(_attention(_for_cpu)?)?"
 )
-_DTYPES = {
-    "double": torch.float64,
-    "float": torch.float32,
-    "bool": torch.bool,
-    "c10::Half": torch.float16,
-    "c10::BFloat16": torch.bfloat16,
-}
 
 
 def compare_attention(report: Report, profile: Profile) -> list[Finding]:
@@ -367,10 +360,12 @@ def measure_attention(event: Event, device: torch.device) -> dict[str, list[floa
     named = zip((argument.name for argument in schema.arguments), event.values, strict=False)
     known = ("dropout_p", "is_causal", "scale")
     options = {name: ast.literal_eval(text) for name, text in named if name in known and text}
+    # "float" and "c10::Half" are torch.float and torch.half.
+    types = (getattr(torch, name.removeprefix("c10::").lower(), None) for name in event.types)
     query, key, value, *mask = (
-        torch.empty_strided(sizes, strides, dtype=_DTYPES[kind], device=device).fill_(1)
-        for sizes, strides, kind in zip(event.dims, event.strides, event.types, strict=False)
-        if sizes and kind in _DTYPES
+        torch.empty_strided(sizes, strides, dtype=kind, device=device).fill_(1)
+        for sizes, strides, kind in zip(event.dims, event.strides, types, strict=False)
+        if sizes
     )
     inputs: list[Any] = [tensor.requires_grad_() for tensor in (query, key, value)]
     options["enable_gqa"] = query.shape[1] != key.shape[1]
