@@ -3,12 +3,14 @@ whole trainings, which also run on older versions.)
 """
 
 import contextlib
+import copy
 import inspect
 import io
 import itertools
 
 import pytest
 import torch
+from torch import nn
 
 import reference
 from ampfuse import hardware, optim
@@ -169,6 +171,59 @@ class Plain(torch.optim.Optimizer):
         return loss
 
 
+def parameters(shapes, *dtypes, device="cpu"):
+    """A parameter of each shape, in all types in turn."""
+    pairs = zip(shapes, itertools.cycle(dtypes or (f32,)), strict=False)
+    return [nn.Parameter(torch.randn(shape).to(device, dtype)) for shape, dtype in pairs]
+
+
+def params_of(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def weights(params):
+    return [param.detach().clone() for param in params]
+
+
+@torch.no_grad()
+def copy_weights(params, into):
+    for param, other in zip(params, into, strict=True):
+        other.copy_(param)
+
+
+def give_gradients(params, step=None, scale=1.0):
+    """Random ones times `scale`, those of a step where it is given; returns them without it."""
+    generator = None if step is None else torch.Generator().manual_seed(step)
+    gradients = []
+    for param in params:
+        gradients.append(torch.randn(param.shape, generator=generator).to(param))
+        param.grad = gradients[-1] * scale
+    return gradients
+
+
+def train(optimizer, steps=(0,)):
+    """Gradients depend on the step alone."""
+    for step in steps:
+        give_gradients(params_of(optimizer), step)
+        optimizer.step()
+
+
+@contextlib.contextmanager
+def refused(optimizer, message, error=ValueError):
+    """The block raises, and changes nothing."""
+
+    def state():
+        return copy.deepcopy((optimizer.state_dict(), snapshot(optimizer)))
+
+    saved, before = state()
+    with pytest.raises(error, match=message):
+        yield
+    found, after = state()
+    assert_same(found["state"], saved["state"])
+    assert_same_bits(after, before)
+    assert repr(found["param_groups"]) == repr(saved["param_groups"])  # NaN is NaN here
+
+
 def through_a_file(state, weights_only=True):
     """Saved and loaded."""
     file = io.BytesIO()
@@ -239,6 +294,23 @@ def assert_same(a, b):
             assert_same(x, y)
     else:
         assert a == b
+
+
+def assert_rounded(name, found, right, error, size):
+    """`found` is `right`, which is float64, rounded once; beside it `error`, of FP32's arithmetic.
+
+    Arguments:
+        size: that of the terms, which may cancel.
+    """
+    type_of = torch.finfo(found.dtype)
+    half = type_of.eps / 2 if found.dtype != torch.float32 else 0.0
+    torch.testing.assert_close(
+        found.detach().double(),
+        right.detach(),
+        rtol=half + error,
+        atol=error * size + type_of.smallest_normal * type_of.eps,
+        msg=lambda text: f"{name}: {text}",
+    )
 
 
 @contextlib.contextmanager

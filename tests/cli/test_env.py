@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 
 from ampfuse import _core, hardware
 from ampfuse.cli import env
-from pretended_gpus import WITHOUT_KERNELS, pretend
 
 
 def report(path: Path | str = "") -> dict[str, env.Facts]:
@@ -136,31 +134,6 @@ def test_the_driver_is_named(script, driver, tmp_path, monkeypatch):
         (tmp_path / "nvidia-smi").chmod(0o755)
     assert hardware.nvidia_driver() == driver
     assert env._system()["NVIDIA driver"] == (driver or "none found")
-
-
-# By what torch and the extension say of a GPU, or of none that can be used: the report's line.
-GPU, NONE = True, False
-CARDS = {
-    **{name: (GPU, said, f"NOT USED: {line}") for name, (said, line) in WITHOUT_KERNELS.items()},
-    "T4": (GPU, {"capability": (7, 5)}, "runs ampfuse's sm_75; BF16 is emulated: use O1 or O2$"),
-    "A100": (GPU, {"capability": (8, 0)}, "runs ampfuse's sm_80; use O4 or O5$"),
-    "L4": (GPU, {"capability": (8, 9)}, "runs ampfuse's sm_80; use O4 or O5$"),
-    "RTX PRO 6000": (GPU, {"capability": (12, 0)}, "runs ampfuse's compute_90; use O4 or O5$"),
-    "no MPS": (NONE, {"other": "mps"}, ".* not for MPS: train on the CPU, or under torch.amp"),
-    "no XPU": (NONE, {"other": "xpu"}, ".* not for XPU: train on the CPU, or under torch.amp"),
-    "no ROCm": (NONE, {"hip": "7.2.0"}, ".* not for ROCm 7.2.0: train on the CPU, or .* torch.amp"),
-    "a CPU build": (NONE, {"cuda": None}, "torch is built for CPUs; .* install a CUDA build"),
-    "torch's message": (NONE, {"error": "The driver is too old"}, "The driver is too old$"),
-    "hidden": (NONE, {}, "CUDA_VISIBLE_DEVICES"),
-}
-
-
-@pytest.mark.parametrize("case", CARDS)
-def test_report_says_whether_a_gpu_is_used_or_why_not_and_what_to_do(case, monkeypatch):
-    available, said, line = CARDS[case]
-    pretend(monkeypatch, available=available, **said)
-    start = "A card, 16.0 GiB: " if available else "none that torch can use: "
-    assert re.search(f"^{start}{line}", env._gpus()["GPU 0" if available else "GPUs"])
 
 
 @pytest.mark.gpu

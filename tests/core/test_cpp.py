@@ -4,14 +4,15 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import bits
 from ampfuse import _core
-from cpp.units import Unit, core_units
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "ampfuse_cpp_tests"
@@ -67,6 +68,42 @@ def test_grid_constants_are_for_volta_and_later(arch, is_qualified):
     code = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
     (qualifiers,) = re.findall(r"inspect_kernel\(const (.*?)TableView", code)
     assert bool(qualifiers) == is_qualified
+
+
+FLAGS_OF = {
+    "scalar": [],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": [f"-m{set}" for set in "avx512f avx512bw avx512dq avx512vl avx2 fma f16c".split()],
+}
+
+
+class Unit(NamedTuple):
+    """A translation unit of the core, as CMakeLists.txt builds it for the module: `name` is one of
+    its own; `source` is relative to the repository."""
+
+    name: str
+    source: str
+    flags: list[str]
+
+
+def core_units(isa: str) -> Iterator[Unit]:
+    """The core and both backends, with the CPU's kernels of one instruction set: a program runs
+    one."""
+    only = f"-DAMPFUSE_HAS_{isa.upper()}"
+    yield Unit("algorithms", "csrc/core/algorithms.cpp", [])
+    for file in ("backend", "isa", "nn", "threads"):
+        yield Unit(f"cpu-{file}", f"csrc/cpu/{file}.cpp", [only])
+    for file in ("backend", "device_table", "graph_memory", "inspect", "tickets"):
+        yield Unit(f"cuda-{file}", f"csrc/cuda/{file}.cu", [])
+    for folder, cpu, cuda in (("ops", "kernels", "ops"), ("nn_ops", "nn", "nn")):
+        for path in sorted((ROOT / "csrc/core" / folder).glob("*.h")):
+            ops = path.stem
+            if ops in ("op", "nn_op"):
+                continue
+            own = [f'-DAMPFUSE_OPS_HEADER="core/{folder}/{ops}.h"', f"-DAMPFUSE_OPS={ops}_ops"]
+            yield Unit(f"cpu-{ops}", f"csrc/cpu/{cpu}_{isa}.cpp", [*FLAGS_OF[isa], *own])
+            if ops != "inspect":  # inspect.cu has its kernel
+                yield Unit(f"cuda-{ops}", f"csrc/cuda/{cuda}.cu", own)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampfuse.nn import bias_act, gated_act
-from operators import assert_rounded
+from cases import assert_rounded
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CURVES = {"gelu": F.gelu, "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"), "silu": F.silu}

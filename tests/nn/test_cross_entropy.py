@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfuse import amp, pytree
 from ampfuse.nn import LinearCrossEntropy, cross_entropy, linear_cross_entropy
-from operators import assert_rounded
+from cases import assert_rounded
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SPAN = 4096  # columns, of which a row's sums are made

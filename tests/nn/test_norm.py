@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampfuse.nn import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from operators import assert_rounded
+from cases import assert_rounded
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NORMS = {"layer": layer_norm, "rms": rms_norm}

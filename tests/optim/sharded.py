@@ -28,8 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ampfuse
 from ampfuse import amp, optim
-from cases import KINDS, LEVELS, QUANTIZED, bf16, f16, f32, history_of_norms, make
-from stepping import params_of
+from cases import KINDS, LEVELS, QUANTIZED, bf16, f16, f32, history_of_norms, make, params_of
 from trainings import MODES, Net, fractions, integers, with_whole_masters
 
 SIZE = int(os.environ.get("WORLD_SIZE", 1))

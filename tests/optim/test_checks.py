@@ -11,14 +11,26 @@ import pytest
 import torch
 from torch import nn
 
+import cases
 import reference
-import stepping
 from ampfuse import amp, optim
 from ampfuse.amp.policy import make_policy
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim.masters import MASTERS, MasterParameter
-from cases import KINDS, OPTIMIZERS, QUANTIZED, TORCH_KINDS, bf16, f32, make, make_torch
-from stepping import give_gradients, params_of, refused, train
+from cases import (
+    KINDS,
+    OPTIMIZERS,
+    QUANTIZED,
+    TORCH_KINDS,
+    bf16,
+    f32,
+    give_gradients,
+    make,
+    make_torch,
+    params_of,
+    refused,
+    train,
+)
 
 ALL = [getattr(optim, kind) for kind in reference.RULES]
 inf, nan = torch.inf, torch.nan
@@ -27,7 +39,7 @@ every = pytest.mark.parametrize("kind", KINDS)
 
 def parameters(dtype=f32):
     torch.manual_seed(0)
-    return stepping.parameters(((4, 3), (5,)), dtype)
+    return cases.parameters(((4, 3), (5,)), dtype)
 
 
 # --- hyper-parameters ----------------------------------------------------------------------------

@@ -5,8 +5,22 @@ import torch
 
 import reference
 from ampfuse import optim
-from cases import KINDS, bf16, f16, f32, f64, make, set_grad, snapshot
-from stepping import give_gradients, parameters, params_of, refused, train, weights
+from cases import (
+    KINDS,
+    bf16,
+    f16,
+    f32,
+    f64,
+    give_gradients,
+    make,
+    parameters,
+    params_of,
+    refused,
+    set_grad,
+    snapshot,
+    train,
+    weights,
+)
 
 OPTIMIZERS = [getattr(optim, kind) for kind in reference.RULES]
 # Named parameters.

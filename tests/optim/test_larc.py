@@ -9,8 +9,19 @@ from torch import nn
 
 import reference
 from ampfuse import amp, optim
-from cases import LEVELS, assert_same_bits, bf16, f64, snapshot
-from stepping import copy_weights, give_gradients, parameters, params_of, train, weights
+from cases import (
+    LEVELS,
+    assert_same_bits,
+    bf16,
+    copy_weights,
+    f64,
+    give_gradients,
+    parameters,
+    params_of,
+    snapshot,
+    train,
+    weights,
+)
 
 SHAPES = ((40, 50), (7,), (33000,), (0,), (3, 5))
 # name: the optimizer, its rule, and options of both

@@ -19,7 +19,6 @@ from torch import nn
 
 import ampfuse
 import cases
-import stepping
 from ampfuse import amp, optim
 from ampfuse._schema import STORAGES
 from cases import (
@@ -28,14 +27,17 @@ from cases import (
     assert_same,
     bf16,
     bits,
+    copy_weights,
     f16,
     f32,
     make,
     most_allocated,
+    params_of,
     same_bits,
     through_a_file,
+    train,
+    weights,
 )
-from stepping import copy_weights, params_of, train, weights
 from trainings import MODES, is_quantized
 
 halves = pytest.mark.parametrize("dtype", [bf16, f16], ids=cases.short)
@@ -46,7 +48,7 @@ inf, nan = torch.inf, torch.nan
 
 def parameters(*dtypes, shapes=SHAPES, offset=0.0):
     """A parameter of each shape, in all types in turn; with four dimensions, channels last."""
-    made = stepping.parameters(shapes, *dtypes)
+    made = cases.parameters(shapes, *dtypes)
     for param in made:
         param.data += offset
         if param.dim() == 4:

@@ -15,8 +15,22 @@ from ampfuse import amp, optim
 from ampfuse._schema import STORAGES
 from ampfuse.optim import newton_schulz
 from ampfuse.optim.newton_schulz import JORDAN, orthogonalized, polynomials_of, product_dtype
-from cases import assert_same, assert_same_bits, bf16, f16, f32, f64, same_bits, snapshot
-from stepping import copy_weights, give_gradients, parameters, params_of, train, weights
+from cases import (
+    assert_same,
+    assert_same_bits,
+    bf16,
+    copy_weights,
+    f16,
+    f32,
+    f64,
+    give_gradients,
+    parameters,
+    params_of,
+    same_bits,
+    snapshot,
+    train,
+    weights,
+)
 
 SHAPES = ((16, 16), (8, 40), (40, 8), (1, 7), (7, 1), (3, 64), (72, 90))
 PRODUCT_DTYPE = product_dtype(torch.device("cpu"))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ampfuse import optim
-from stepping import params_of, train
+from cases import params_of, train
 
 
 class Model(nn.Module):

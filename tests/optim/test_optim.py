@@ -12,8 +12,21 @@ from torch import nn
 
 import cases
 from ampfuse import _core, optim
-from cases import KINDS, OPTIMIZERS, bf16, f16, f32, make, make_torch, snapshot, through_a_file
-from stepping import copy_weights, parameters, params_of, train
+from cases import (
+    KINDS,
+    OPTIMIZERS,
+    bf16,
+    copy_weights,
+    f16,
+    f32,
+    make,
+    make_torch,
+    parameters,
+    params_of,
+    snapshot,
+    through_a_file,
+    train,
+)
 
 SHAPES = ((5,), (3, 4), (2, 3, 2, 2), (), (1,), (3, 0))
 

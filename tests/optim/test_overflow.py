@@ -8,8 +8,20 @@ import torch
 
 import reference
 from ampfuse import optim
-from cases import KINDS, OPTIMIZERS, assert_same_bits, bf16, f16, f32, f64, make, snapshot
-from stepping import give_gradients, parameters, train
+from cases import (
+    KINDS,
+    OPTIMIZERS,
+    assert_same_bits,
+    bf16,
+    f16,
+    f32,
+    f64,
+    give_gradients,
+    make,
+    parameters,
+    snapshot,
+    train,
+)
 
 inf, nan = math.inf, math.nan
 CHUNK = 32768

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import nn
 
-from cases import KINDS, make, through_a_file
-from stepping import parameters, params_of, weights
+from cases import KINDS, make, parameters, params_of, through_a_file, weights
 from test_optim import BETWEEN, Pair
 
 SHAPES = [(5,), (3, 4), (), (1,), (0,), (2, 3, 2, 2), (17,)]

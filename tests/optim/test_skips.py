@@ -13,8 +13,18 @@ from torch.distributed.checkpoint import state_dict as dcp
 import ampfuse
 from ampfuse import optim
 from ampfuse.optim.last_step import StepHistory
-from cases import KINDS, assert_same_bits, bf16, f32, f64, make, snapshot
-from stepping import give_gradients, parameters, params_of
+from cases import (
+    KINDS,
+    assert_same_bits,
+    bf16,
+    f32,
+    f64,
+    give_gradients,
+    make,
+    parameters,
+    params_of,
+    snapshot,
+)
 
 SHAPES = ((1,), (5, 8), (70, 60))
 WARM = StepHistory(200, 3, 1, 0, 150, 1, math.inf, norms=196, log_mean=4.2, log_variance=0.01)

@@ -8,8 +8,18 @@ import torch
 import ampfuse
 from ampfuse.compat.apex import optimizers
 from ampfuse.compat.apex.optimizers import FusedAdam
-from cases import KINDS, assert_same_bits, bf16, f16, f32, make, same_bits, snapshot
-from stepping import give_gradients, parameters
+from cases import (
+    KINDS,
+    assert_same_bits,
+    bf16,
+    f16,
+    f32,
+    give_gradients,
+    make,
+    parameters,
+    same_bits,
+    snapshot,
+)
 
 CHUNK = 32768
 SIZES = (0, 1, 15, 17, CHUNK + 21)

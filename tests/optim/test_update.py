@@ -11,8 +11,19 @@ import torch
 import cases
 import reference
 from ampfuse import optim
-from cases import DTYPES, OPTIMIZERS, bf16, f16, f32, f64, make, make_torch, set_grad
-from stepping import give_gradients, parameters
+from cases import (
+    DTYPES,
+    OPTIMIZERS,
+    bf16,
+    f16,
+    f32,
+    f64,
+    give_gradients,
+    make,
+    make_torch,
+    parameters,
+    set_grad,
+)
 
 STEPS = 200
 # The shape of each group's parameters, and what multiplies the learning rate in it.
