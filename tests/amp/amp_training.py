@@ -1,4 +1,4 @@
-"""A small training at a level, with any optimizer."""
+"""Small trainings at a level: a regression with any optimizer, and a weight of chosen gradients."""
 
 import copy
 
@@ -123,3 +123,113 @@ def follows_plain_torch(make, level, in_pure_fp16=True, clips=(None, None)):
             assert master.dtype == f32
             assert same_bits(master.to(weight.dtype), weight)
     return amped
+
+
+# --- one weight -----------------------------------------------------------------------------------
+
+
+class Scalar(nn.Module):
+    """y = w * x, so that a loss of y has the gradient x: every gradient can be chosen."""
+
+    def __init__(self, w=1.0):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((1,), float(w)))
+
+    def forward(self, x):
+        return self.w * x
+
+
+def sgd(model):
+    """The step is the gradient."""
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def initialized(level="O2", model=None, kind=torch.optim.SGD, **options):
+    """A model, a Scalar unless given, and its optimizer, initialized."""
+    model = Scalar() if model is None else model
+    optimizer = kind(model.parameters(), lr=1.0)
+    return amp.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **options})
+
+
+def make_two(level, together=False, **options):
+    """Two models with an optimizer each, or with one together."""
+    models = [Scalar(), Scalar()]
+    optimizers = sgd(nn.ModuleList(models)) if together else [*map(sgd, models)]
+    return amp.initialize(models, optimizers, opt_level=level, verbosity=0, **options)
+
+
+def sum_of(models):
+    return sum(model(torch.ones(1)).float().sum() for model in models)
+
+
+def give_gradient(model, optimizers, gradient=0.5, **options):
+    """Make a pass that gives every weight of `model` the gradient `gradient`.
+
+    Up to 0.5 it fits FP16 at the first scale of 65536.
+    """
+    loss = (model(torch.ones(1)) * 1.0).sum().float() * gradient
+    backward(loss, optimizers, **options)
+
+
+def weight(optimizer):
+    """The weight that the optimizer steps: the master where there is one."""
+    return next(amp.master_params(optimizer)).item()
+
+
+def stepped(optimizer):
+    """The same after a step."""
+    optimizer.step()
+    return weight(optimizer)
+
+
+def gradient_of(optimizer):
+    return next(amp.master_params(optimizer)).grad.float().item()
+
+
+def scale(optimizer, loss_id=0):
+    return amp.state_dict(optimizer=optimizer)[f"loss_scaler{loss_id}"]["loss_scale"]
+
+
+def unskipped(optimizer):
+    return amp.state_dict(optimizer=optimizer)["loss_scaler0"]["unskipped"]
+
+
+# --- optimizers of others -------------------------------------------------------------------------
+
+
+class KeptInFloat32(torch.optim.Optimizer):
+    """FP32 state whatever the parameter is, as optimizers for half models keep."""
+
+    def __init__(self, params, lr=0.5):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    zeros = torch.zeros_like(p, dtype=torch.float32)
+                    average = self.state[p].setdefault("average", zeros).lerp_(p.grad.float(), 0.1)
+                    p.sub_((group["lr"] * average).to(p.dtype))
+
+
+class Delegates(torch.optim.Optimizer):
+    """Everything by property."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self):
+        self.inner.zero_grad()
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict)

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 import bits
 from ampfuse import _core, cpu_half_ops
-from cases import NEEDS_BF16
+from cases import NEEDS_BF16, assert_torchs_own
 from conftest import compilers
-from convolutions import assert_torchs_own
 from programs import python
 
 HALF = torch.bfloat16

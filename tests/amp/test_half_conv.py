@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ampfuse
 from ampfuse._core import EXTENSION as _C
-from convolutions import Case, assert_torchs_own, eighths
+from cases import Convolution, assert_torchs_own
 from programs import python
 
 HALF, LAST = torch.float16, torch.channels_last
@@ -26,10 +26,15 @@ def ours():
         yield
 
 
+def eighths(shape):
+    """Exact in any dtype."""
+    return torch.randint(-8, 9, shape).div(8)
+
+
 def case(**changes):
     usual = {"x": (2, 4, 7, 6), "w": (6, 4, 3, 3), "padding": 1, "bias": True}
     usual |= {"dtype": HALF, "channels_last": False, "draw": eighths}
-    return Case(**usual | changes)
+    return Convolution(**usual | changes)
 
 
 def assert_rounded(actual, expected, dtype):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from amp_training import give_gradient, gradient_of, initialized, sgd, stepped
 from ampfuse import amp
 from cases import LEVELS, assert_same, bf16, f16, f32, f64
-from scalar_training import backward, gradient_of, initialized, sgd, stepped
 
 levels = pytest.mark.parametrize("level", LEVELS)
 
@@ -52,7 +52,7 @@ def test_disabled_changes_nothing():
     # An optimizer of an enabled call is not switched off by a later disabled one.
     on, on_optimizer = initialized("O2")
     amp.initialize(model, optimizer, enabled=False)
-    backward(on, on_optimizer, 0.25)
+    give_gradient(on, on_optimizer, 0.25)
     assert gradient_of(on_optimizer) == 0.25
 
 
@@ -224,5 +224,5 @@ def test_half_weights_of_an_earlier_call_at_another_level(earlier, level):
         said = pytest.warns(UserWarning, match="already has 1 half-precision")
     with said:
         _, optimizer = initialized(level, model)
-        backward(model, optimizer, 0.25)
+        give_gradient(model, optimizer, 0.25)
         assert stepped(optimizer) == 0.75

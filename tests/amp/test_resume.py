@@ -14,11 +14,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import amp_training
-from amp_training import ORDERS, TIMES, WITH_MASTERS, resume
+from amp_training import ORDERS, TIMES, WITH_MASTERS, Delegates, KeptInFloat32, resume
 from ampfuse import amp, optim
 from ampfuse.optim.masters import MASTERS
 from cases import KINDS, LEVELS, QUANTIZED, assert_same, f32, make, make_torch, through_a_file
-from third_party_optimizers import WRAPPERS, KeptInFloat32
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -243,7 +242,7 @@ OF_DCP = {
     "LARC": lambda params: optim.LARC(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
     "RMSprop": OPTIMIZERS["RMSprop"],
     "FP32 state": KeptInFloat32,
-    "wrapper": WRAPPERS["Delegates of ours"],
+    "wrapper": lambda params: Delegates(optim.AdamW(params, lr=0.02, eps=1e-4)),
 }
 GENERIC = ("RMSprop", "FP32 state", "wrapper")
 MODES_OF_DCP = {

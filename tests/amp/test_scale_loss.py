@@ -14,14 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import amp_training
 import reference
-from ampfuse import amp
-from ampfuse.amp.scaler import LossScaler
-from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
-from scalar_training import (
+from amp_training import (
     Scalar,
     backward,
+    follows_plain_torch,
+    give_gradient,
     gradient_of,
     initialized,
     make_two,
@@ -32,6 +30,9 @@ from scalar_training import (
     unskipped,
     weight,
 )
+from ampfuse import amp
+from ampfuse.amp.scaler import LossScaler
+from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
 
 DYNAMIC = ("O1", "O2")
 inf, nan = math.inf, math.nan
@@ -63,7 +64,7 @@ def test_gradients_are_unscaled_and_add_up(level, loss_scale, delay):
     model, optimizer = initialized(level, loss_scale=loss_scale)
     first_scale = scale(optimizer)
     for passes in (1, 2, 3):
-        backward(model, optimizer, 0.25, **{delay: True} if delay and passes < 3 else {})
+        give_gradient(model, optimizer, 0.25, **{delay: True} if delay and passes < 3 else {})
         assert gradient_of(optimizer) == 0.25 * passes
     if loss_scale == "dynamic":
         counted = 1 if delay else 3
@@ -87,11 +88,11 @@ def test_two_losses_with_scales_of_their_own_add_up():
     scalers[1]._loss_scale = 8.0
     scalers[2]._loss_scale = 2.0**-3
     for loss_id, gradient in enumerate([0.125, 0.25, 0.5]):
-        backward(model, optimizer, gradient, loss_id=loss_id)
+        give_gradient(model, optimizer, gradient, loss_id=loss_id)
     assert stepped(optimizer) == 1 - 0.875
     for loss_id in (3, -1):
         with pytest.raises(IndexError, match="num_losses"):
-            backward(model, optimizer, loss_id=loss_id)
+            give_gradient(model, optimizer, loss_id=loss_id)
 
 
 def test_calls_of_initialize_stand_side_by_side():
@@ -102,7 +103,7 @@ def test_calls_of_initialize_stand_side_by_side():
     ]
     for model, optimizer, expected in runs:
         assert scale(optimizer) == expected
-        backward(model, optimizer, 0.25)
+        give_gradient(model, optimizer, 0.25)
         assert stepped(optimizer) == 0.75
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
     # One loss for optimizers of two calls: the first one's scaler, if both skip alike.
@@ -135,10 +136,10 @@ def test_gradients_are_zeroed_by_any_of_the_usual_ways(level, zero, loss_scale):
     first, second = optimizers
     for _ in range(3):
         for listed in (tuple(optimizers), [first]):
-            amp_training.backward(sum_of(models) * 2.0**-4, listed)
+            backward(sum_of(models) * 2.0**-4, listed)
             first.step()
         ZEROING[zero](models[1], second)
-        backward(models[1], second, 2.0**-4)
+        give_gradient(models[1], second, 2.0**-4)
         second.step()
         for model, optimizer in zip(models, optimizers, strict=True):
             ZEROING[zero](model, optimizer)
@@ -190,11 +191,11 @@ def test_what_is_set_is_what_the_step_uses(change, level, options, kind):
         of_master, before, after = case
         model, optimizer = initialized(level, kind=kind, loss_scale=8.0, **options)
         if before:
-            backward(model, optimizer, 0.125)
-        backward(model, optimizer, 0.125 if before else 0.25)
+            give_gradient(model, optimizer, 0.125)
+        give_gradient(model, optimizer, 0.125 if before else 0.25)
         call(next(amp.master_params(optimizer)) if of_master else model.w)
         if after:
-            backward(model, optimizer, 0.5)
+            give_gradient(model, optimizer, 0.5)
         optimizer.step()
         assert model.w.item() == pytest.approx(1 - expected - 0.5 * after, abs=1e-3), case
 
@@ -207,13 +208,13 @@ def test_gradients_of_ones_own_after_a_step(level, views, then_a_pass):
     model = nn.Linear(4, 4)
     nn.init.zeros_(model.weight)
     _, optimizer = initialized(level, model, loss_scale=8.0)
-    amp_training.backward(model(torch.ones(1, 4)).sum(), optimizer)
+    backward(model(torch.ones(1, 4)).sum(), optimizer)
     optimizer.step()
     flat = torch.full((20,), 0.5, dtype=model.weight.dtype)
     for p, part in zip(model.parameters(), flat.split([16, 4]), strict=True):
         p.grad = part.view_as(p) if views else part.view_as(p).clone()
     if then_a_pass:
-        amp_training.backward(model(torch.ones(1, 4)).sum(), optimizer)
+        backward(model(torch.ones(1, 4)).sum(), optimizer)
     optimizer.step()
     assert torch.equal(model.weight.float(), torch.full((4, 4), -2.5 if then_a_pass else -1.5))
 
@@ -222,13 +223,13 @@ def test_gradients_of_ones_own_after_a_step(level, views, then_a_pass):
 @pytest.mark.parametrize("read", [False, True])
 def test_a_step_that_is_made_again_uses_the_same_gradients(level, read):
     model, optimizer = initialized(level, loss_scale=8.0)
-    backward(model, optimizer, 0.25)
+    give_gradient(model, optimizer, 0.25)
     if read:
         assert gradient_of(optimizer) == 0.25
     for expected in (0.75, 0.5):
         assert stepped(optimizer) == expected
     model.zero_grad(set_to_none=False)
-    backward(model, optimizer, 0.25)
+    give_gradient(model, optimizer, 0.25)
     assert stepped(optimizer) == 0.25
 
 
@@ -239,7 +240,7 @@ def test_gradients_survive_parameters_that_are_taken_out(level, kind):
     models = [Scalar(), Scalar()]
     optimizer = kind([{"params": model.parameters()} for model in models], lr=1.0)
     amp.initialize(models, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    amp_training.backward(sum_of(models) / 16, optimizer)
+    backward(sum_of(models) / 16, optimizer)
     del optimizer.param_groups[0]
     optimizer.step()
     assert [model.w.item() for model in models] == pytest.approx([1.0, 1 - 1 / 16], abs=5e-3)
@@ -251,7 +252,7 @@ def test_gradients_survive_parameters_that_are_taken_out(level, kind):
 def test_a_plain_backward_pass_gives_masters_gradients(how, level, kind):
     model, optimizer = initialized(level, kind=kind, loss_scale=8.0)
     if how == "dropped":
-        backward(model, optimizer)
+        give_gradient(model, optimizer)
         model.zero_grad()
     (model(torch.ones(1)).float().sum() * 0.25).backward()
     assert gradient_of(optimizer) == 0.25
@@ -260,7 +261,7 @@ def test_a_plain_backward_pass_gives_masters_gradients(how, level, kind):
 
 def test_what_no_gradient_can_be_is_refused():
     model, optimizer = initialized("O2")
-    backward(model, optimizer, 0.25)
+    give_gradient(model, optimizer, 0.25)
     for wrong in (torch.ones(2), torch.ones(2).half(), torch.ones(1, device="meta"), 1.0):
         with pytest.raises((RuntimeError, TypeError), match="grad"):
             model.w.grad = wrong
@@ -270,7 +271,7 @@ def test_what_no_gradient_can_be_is_refused():
 @levels
 def test_what_no_step_takes_hinders_no_look_at_another(level):
     models, optimizer = make_two(level, together=True, loss_scale=8.0)
-    amp_training.backward(sum_of(models) * 0.25, optimizer)
+    backward(sum_of(models) * 0.25, optimizer)
     models[0].w.grad = torch.ones(1, dtype=models[0].w.dtype).to_sparse()
     assert models[1].w.grad.item() == 0.25
     with pytest.raises(RuntimeError, match="is sparse"):
@@ -294,7 +295,7 @@ def test_an_overflow(level, bad, loss_scale):
     for gradient, counts in ((0.25, (1, 1)), (bad, (0, 2)), (0.25, (1, 3))):
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
         optimizer.zero_grad()
-        backward(model, optimizer, gradient)
+        give_gradient(model, optimizer, gradient)
         assert unskipped(optimizer) == counts[not is_dynamic]
         optimizer.step()
         assert bool(optimizer.last_step.skipped) == (gradient is bad and skips)
@@ -323,7 +324,7 @@ def test_the_scale_follows_its_rules(passes, interval, hysteresis, backoff):
     expected = reference.LossScale(8.0, 2.0, backoff, interval, 1.0, 32.0, hysteresis)
     doomed, pending, value = False, 0.0, 1.0
     for overflow, then_step in passes:
-        backward(model, optimizer, inf if overflow else 2.0**-10)
+        give_gradient(model, optimizer, inf if overflow else 2.0**-10)
         expected.update(overflow)
         doomed |= overflow
         pending += 0.0 if overflow else 2.0**-10
@@ -348,7 +349,7 @@ def test_the_scale_has_a_floor_by_default():
 def test_overflow_messages_are_for_those_who_wait(caplog):
     model, optimizer = initialized("O2", verbosity=2)
     with caplog.at_level(logging.INFO, logger="ampfuse.amp"):
-        backward(model, optimizer, inf)
+        give_gradient(model, optimizer, inf)
     assert "loss scale 0 is now 32768" in caplog.text
 
 
@@ -361,27 +362,27 @@ def test_an_overflow_that_its_own_pass_did_not_tell_of_still_skips(level, how):
     """A delayed one is told of by the pass that unscales."""
     model, optimizer = initialized(level, loss_scale="dynamic")
     if how == "by hand":
-        backward(model, optimizer, 0.25)
+        give_gradient(model, optimizer, 0.25)
         next(amp.master_params(optimizer)).grad.fill_(inf)
     else:
-        backward(model, optimizer, inf, **{how: True})
+        give_gradient(model, optimizer, inf, **{how: True})
     assert scale(optimizer) == 65536.0
-    backward(model, optimizer, 0.25)
+    give_gradient(model, optimizer, 0.25)
     assert scale(optimizer) == 32768.0 or how != "delay_unscale"
     assert stepped(optimizer) == 1.0
     optimizer.zero_grad()
-    backward(model, optimizer, 0.25)
+    give_gradient(model, optimizer, 0.25)
     assert stepped(optimizer) == 0.75
 
 
 @levels
 def test_a_body_that_raises_loses_nothing(level):
     model, optimizer = initialized(level)
-    backward(model, optimizer, 0.25)
+    give_gradient(model, optimizer, 0.25)
     with pytest.raises(KeyError), amp.scale_loss(torch.ones(()), optimizer):
         raise KeyError
     assert gradient_of(optimizer) == 0.25
-    backward(model, optimizer, 0.25)
+    give_gradient(model, optimizer, 0.25)
     assert stepped(optimizer) == 0.5
 
 
@@ -392,7 +393,7 @@ def test_a_gradient_that_no_step_takes_loses_no_other(level, options, where):
     models, optimizers = make_two(level, loss_scale=8.0, **options)
     both = [*zip(models, optimizers, strict=True)]
     for model, optimizer in both:
-        backward(model, optimizer, 0.25)
+        give_gradient(model, optimizer, 0.25)
     bad = torch.ones(1, dtype=models[1].w.dtype).to_sparse()
     if where == "begin":
         models[1].w.grad = bad
@@ -404,7 +405,7 @@ def test_a_gradient_that_no_step_takes_loses_no_other(level, options, where):
         models[1].w.grad = torch.full_like(models[1].w, 0.25).detach()
     for model, optimizer in both:
         assert model.w.grad.float().item() == 0.25
-        backward(model, optimizer, 0.125)
+        give_gradient(model, optimizer, 0.125)
         assert stepped(optimizer) == 1 - 0.375
 
 
@@ -467,7 +468,7 @@ def test_a_pass_keeps_its_scale_while_another_changes_it(level, meanwhile):
     models, (outer, inner) = make_two(level)
     with amp.scale_loss(models[0](torch.ones(1)).sum().float() * 0.25, outer) as scaled:
         if meanwhile == "overflow":
-            backward(models[1], inner, inf)
+            give_gradient(models[1], inner, inf)
         else:
             outer._amp_session.loss_scalers[0]._loss_scale = 2.0**15
         assert scale(outer) == 2.0**15
@@ -492,7 +493,7 @@ def test_the_weight_cache_of_autocast_is_dropped(kind):
         for expected in (1.0, 0.5, 0.0):
             out = (model(torch.ones(1, 1)) + F.linear(torch.ones(1, 1), model.weight)).sum() / 2
             assert out.item() == expected
-            amp_training.backward(out / 2, optimizer)
+            backward(out / 2, optimizer)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -518,7 +519,7 @@ CLIPS = {
 def test_clipping(level, clip):
     """With SGD, so that the size of the gradients matters."""
     sgd = functools.partial(torch.optim.SGD, lr=1.0)
-    amp_training.follows_plain_torch(sgd, level, clips=(CLIPS[clip], CLIPS["torch"]))
+    follows_plain_torch(sgd, level, clips=(CLIPS[clip], CLIPS["torch"]))
 
 
 @levels
@@ -526,7 +527,7 @@ def test_clip_grad_norm_returns_the_unscaled_norm(level):
     model, optimizer = initialized(level)
     for clipped, expected in ((True, 0.875), (False, 0.375)):  # the next step only
         optimizer.zero_grad()
-        backward(model, optimizer, 0.5)
+        give_gradient(model, optimizer, 0.5)
         if clipped:
             assert amp.clip_grad_norm_(optimizer, 0.125).item() == pytest.approx(0.5, rel=1e-6)
         assert stepped(optimizer) == pytest.approx(expected, rel=1e-3)
@@ -535,7 +536,7 @@ def test_clip_grad_norm_returns_the_unscaled_norm(level):
 @levels
 def test_what_was_dropped_is_not_in_the_norm(level):
     models, optimizer = make_two(level, together=True, loss_scale="dynamic")
-    amp_training.backward(sum_of(models) * 0.25, optimizer)
+    backward(sum_of(models) * 0.25, optimizer)
     models[0].w.grad = None
     assert amp.clip_grad_norm_(optimizer, 0.125).item() == pytest.approx(0.25, rel=1e-6)
     optimizer.step()
@@ -557,7 +558,7 @@ def test_lr_schedulers_built_before_or_after(level, first, skipped):
     schedule = schedule or by_half(optimizer)
     for i, lr in enumerate((1.0, 0.5, 0.25)):
         assert group["lr"] == lr
-        backward(model, optimizer, inf if i < skipped else 0.5)
+        give_gradient(model, optimizer, inf if i < skipped else 0.5)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -590,7 +591,7 @@ def test_amp_state_is_apexs_and_matched_by_key():
 def test_a_counter_beyond_the_interval_still_grows():
     model, optimizer = initialized("O2", growth_interval=2)
     amp.load_state_dict({"loss_scaler0": of_scaler(4.0, 1999)})
-    backward(model, optimizer, 0.25)
+    give_gradient(model, optimizer, 0.25)
     assert scale(optimizer) == 8.0
 
 
@@ -608,7 +609,7 @@ def test_loss_scaler_attributes_that_scripts_read_and_set():
     # A static scale of 1 that a script changes is no longer passed over.
     model, optimizer = initialized("O0")
     optimizer._amp_session.loss_scalers[0]._loss_scale = 4.0
-    backward(model, optimizer, 0.25)
+    give_gradient(model, optimizer, 0.25)
     assert gradient_of(optimizer) == 0.25
 
 
@@ -621,7 +622,7 @@ def test_the_host_never_waits(level):
     x, y = torch.randn(16, 8).cuda(), torch.arange(16).cuda() % 4
 
     def step():
-        amp_training.backward(F.cross_entropy(model(x), y), optimizer)
+        backward(F.cross_entropy(model(x), y), optimizer)
         amp.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -648,6 +649,6 @@ def test_gradient_penalties(level):
         if at is None:
             loss.backward()
         else:
-            amp_training.backward(loss, optimizer)
+            backward(loss, optimizer)
         gradients.append([p.grad.float() for p in amp.master_params(optimizer)])
     torch.testing.assert_close(*gradients, rtol=0.02, atol=0.03)

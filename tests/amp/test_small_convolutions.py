@@ -7,10 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import convolutions
 from ampfuse import cpu_half_ops
-from cases import NEEDS_BF16
-from convolutions import assert_torchs_own
+from cases import NEEDS_BF16, Convolution, assert_torchs_own
 
 HALF = torch.bfloat16
 LAST = torch.channels_last
@@ -28,7 +26,7 @@ def image(*shape):
     return torch.randn(shape).to(HALF).contiguous(memory_format=LAST)
 
 
-class Case(convolutions.Case):
+class Case(Convolution):
     def products(self, convolves):
         """The results that are computed without a convolution of oneDNN."""
         calls = {

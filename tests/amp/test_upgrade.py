@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from amp_training import WITH_MASTERS, Training, follows_plain_torch
+from amp_training import WITH_MASTERS, Delegates, KeptInFloat32, Training, follows_plain_torch
 from ampfuse import amp, optim
 from ampfuse.optim.upgrade import GenericOptimizer
 from cases import LEVELS, assert_same_bits, f32, same_bits, snapshot
-from third_party_optimizers import Counting, KeptInFloat32, Lookahead
+
+
+class Subclass(torch.optim.AdamW):
+    """A user's, which may mean anything by its methods."""
+
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -29,7 +33,7 @@ OPTIMIZERS = {
     "Adadelta": partial(torch.optim.Adadelta, lr=1.0),
     "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=1),
     "hand-written": KeptInFloat32,
-    "subclass": partial(Counting, lr=0.02, eps=1e-4),
+    "subclass": partial(Subclass, lr=0.02, eps=1e-4),
 }
 FUSED = ("SGD", "Adam", "AdamW", "ours", "Adagrad", "LAMB", "NovoGrad")
 # O3 has no masters: states of a step in FP16 underflow (eps of 1e-8 is 0) unless it is ours.
@@ -374,7 +378,7 @@ STRANGERS = {
     "a probe on a frozen model": lambda m, other, loss: (frozen(m), sgd(loss), 0),
     "parameters to be unfrozen": lambda m, other, loss: (m, sgd(frozen(m[0])), 0),
     "LARC": lambda m, other, loss: (m, optim.LARC(sgd(m)), 0),
-    "a wrapper": lambda m, other, loss: (m, Lookahead(sgd(m)), 0),
+    "a wrapper": lambda m, other, loss: (m, Delegates(sgd(m)), 0),
     "no model": lambda m, other, loss: ([], sgd(m), 0),
     "no optimizer": lambda m, other, loss: (m, [], 0),
     "GAN": lambda m, other, loss: ([m, other], [sgd(m), sgd(other)], 0),
