@@ -1,8 +1,10 @@
 """For every test: a fixed seed, the devices to run on, and a reason where there is no GPU."""
 
 import contextlib
+import functools
 import gc
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -23,6 +25,7 @@ import torch._dynamo  # as the first step of any optimizer of torch's does
 
 from ampfuse import _core
 from ampfuse.amp import cast_state, function_casts
+from programs import in_processes
 
 # With a workspace of its own for each stream, cuBLAS gives the same bits in every run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -207,6 +210,47 @@ slow_in_emulation = pytest.mark.parametrize(
 compilers = pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
+
+
+def on_ranks(*sizes):
+    """The test's body runs in each process of torch.distributed groups of these sizes, all but two
+    in slow runs alone; "cuda" is one process on a GPU. Processes take seconds to start, so that
+    the chosen tests of a file run in the same ones, and each reports its own errors.
+    """
+
+    def decorate(body):
+        def test(errors_by_rank):
+            for rank, errors in enumerate(errors_by_rank):
+                assert body.__name__ not in errors, f"rank {rank}: {errors[body.__name__]}"
+
+        functools.update_wrapper(test, body)
+        test.__signature__ = inspect.Signature(
+            [inspect.Parameter("errors_by_rank", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        )
+        test.body = body
+        marks = {2: (), "cuda": pytest.mark.gpu}
+        params = [pytest.param(size, marks=marks.get(size, pytest.mark.slow)) for size in sizes]
+        return pytest.mark.parametrize("errors_by_rank", params, indirect=True)(test)
+
+    return decorate
+
+
+@pytest.fixture(scope="module")
+def errors_by_rank(request, tmp_path_factory):
+    """The errors of the chosen tests `on_ranks` of so many, by the tests' names."""
+    size = request.param
+    names = [
+        item.originalname
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+        if item.callspec.params.get("errors_by_rank") == size
+    ]
+    folder = tmp_path_factory.mktemp("ranks")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if size == "cuda":
+            monkeypatch.setenv("DEVICE", "cuda")
+        outcomes = in_processes(1 if size == "cuda" else size, folder, str(request.path), names)
+    return [errors for _, errors in outcomes]
 
 
 @pytest.fixture(params=["cpu", GPU])

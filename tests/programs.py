@@ -18,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import unittest.mock
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -63,26 +65,54 @@ def ranks(size: int, *arguments: object, timeout: float = 120) -> list[str]:
     return [result.stdout for result in results]
 
 
-def in_two_processes(folder: Path, *jobs: Callable[[], Any]) -> list[dict[str, Any]]:
-    """What functions of one test file return in two processes of a group, by rank and name."""
+def in_processes(
+    size: int, folder: Path, file: str, names: list[str]
+) -> list[tuple[dict[str, Any], dict[str, str]]]:
+    """Call functions of a test file, one after the other, in each of `size` processes of a group.
+
+    They have `folder` as the current one, and torch's default device is DEVICE. Returns for each
+    rank, by the functions' names, their results and the errors of those that failed.
+    """
     import torch
 
+    ranks(size, __file__, folder, file, *names, timeout=120 * size)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+def in_two_processes(folder: Path, *jobs: Callable[[], Any]) -> list[dict[str, Any]]:
+    """What functions of one test file return in two processes of a group, by rank and name."""
     file = jobs[0].__globals__["__file__"]
-    ranks(2, __file__, folder, file, *(job.__name__ for job in jobs))
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    outcomes = in_processes(2, folder, file, [job.__name__ for job in jobs])
+    for rank, (_, errors) in enumerate(outcomes):
+        assert not errors, f"rank {rank}: " + "\n".join(errors.values())
+    return [results for results, _ in outcomes]
 
 
-def _one_of_two(folder: str, file: str, *jobs: str) -> None:
+def _one_of_several(folder: str, file: str, *names: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = os.environ.get("DEVICE", "cpu")
+    if device != "cpu":
+        torch.set_default_device(device)
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60)
+    )
+    os.chdir(folder)
     sys.path.insert(0, str(Path(file).parent))
     module = importlib.import_module(Path(file).stem)
-    results = {job: getattr(module, job)() for job in jobs}
-    torch.save(results, f"{folder}/{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    results, errors = {}, {}
+    for name in names:
+        job = getattr(module, name)
+        try:
+            results[name] = getattr(job, "body", job)()
+        except Exception:
+            errors[name] = traceback.format_exc()
+            print(name, errors[name], file=sys.stderr, flush=True)
+    torch.save((results, errors), f"{dist.get_rank()}.pt")
+    dist.barrier()
+    os._exit(0)  # gloo's threads now and then abort a process that ends by itself
 
 
 def started(size: int, *arguments: object) -> list[Program]:
@@ -167,4 +197,4 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str) -> None
 
 
 if __name__ == "__main__":
-    _one_of_two(*sys.argv[1:])
+    _one_of_several(*sys.argv[1:])

@@ -9,7 +9,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampfuse import amp
 from cases import f32
-from programs import ranks
+from conftest import on_ranks
 
 CLASSES, BATCH, WORDS = 512, 4, 17
 LOGITS = BATCH * WORDS * CLASSES
@@ -384,12 +383,8 @@ PARALLEL = {
 }
 
 
+@on_ranks(2)
 def test_in_two_processes():
-    ranks(2, __file__)
-
-
-def each_rank():
-    dist.init_process_group("gloo")
     for level, loss in (("O2", "flatten"), ("O5", "shifted, float")):
         for name, run in PARALLEL.items():
             torch._dynamo.reset()
@@ -398,8 +393,3 @@ def each_rank():
                 check(level, loss, model, *run(model, LOSSES[loss]))
             except Exception as error:
                 raise AssertionError(f"{level}, {name}, {loss}") from error
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    each_rank()

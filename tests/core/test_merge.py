@@ -1,6 +1,6 @@
 """Steps that several ranks decide together, each a thread here: with the norms that one would find.
 
-optim/sharded.py has real processes and DTensors; this is what the core makes of their findings.
+optim/test_sharded.py has processes and DTensors; this is what the core makes of their findings.
 """
 
 import functools

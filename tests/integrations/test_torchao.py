@@ -1,7 +1,5 @@
 """torchao's FP8 linear layers: their weights under O5, in checkpoints, compiled and in shards."""
 
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +16,7 @@ import ampfuse
 from ampfuse import amp
 from ampfuse.amp.policy import LEVELS
 from cases import through_a_file
-from programs import ranks
+from conftest import on_ranks
 
 EMULATED = Float8LinearConfig(emulate=True)  # computes products of rounded numbers on any CPU
 MODES = [{}, {"master_weights": "split", "state_dtype": "8bit"}, {"state_dtype": "bf16"}]
@@ -157,13 +155,9 @@ def test_weights_that_are_gathered_in_fp8_are_refused_by_name(kind):
 
 
 @pytest.mark.slow
+@on_ranks(2)
 def test_shards_train_as_the_whole_model_does():
-    ranks(2, __file__)
-
-
-def train_shards():
     """FSDP2 gathers BF16 weights; a checkpoint of the whole state dict goes on with its bits."""
-    dist.init_process_group("gloo")
     mine = slice(dist.get_rank(), None, 2)
 
     def steps(model, optimizer, count):
@@ -192,9 +186,3 @@ def train_shards():
     model, optimizer = make(Float8LinearConfig(enable_fsdp_float8_all_gather=True))
     with pytest.raises(TypeError, match="enable_fsdp_float8_all_gather=False"):
         steps(model, optimizer, 1)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    train_shards()
-    sys.exit()
