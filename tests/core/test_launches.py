@@ -208,7 +208,11 @@ def test_an_iteration_calls_the_extension_eight_times(monkeypatch):
         for name, function in list(vars(owner).items()):
             if callable(function) and not isinstance(function, type) and name[0] != "_":
                 count(owner, name)
-    iterate()
-    step = ["collect", "update"]
-    scale_loss = ["matches", "begin_backward", "end_backward", "update_scale"]
-    assert calls == ["matches", "zero_grad", *scale_loss, *step]
+    before = ["matches", "zero_grad"]
+    before += ["matches", "begin_backward", "end_backward", "update_scale"]
+    usual = ["collect", "update"]
+    for step in (usual, ["collect", "set_hyper", "update"], usual):
+        iterate()
+        assert calls == [*before, *step]
+        calls.clear()
+        optimizer.param_groups[0]["lr"] = 1e-5

@@ -192,12 +192,6 @@ def test_threads_and_floating_point_mode(expected, flush):
     assert_same_bits(scenario(threads=2, flush=flush), expected)
 
 
-def test_the_instruction_set_of_this_process_can_be_asked_for():
-    code = "from ampfuse import _core; print(_core.C.cpu_isa())"
-    isa = _core.C.cpu_isa()
-    assert python("-c", code, AMPFUSE_CPU_ISA=isa).stdout == f"{isa}\n"
-
-
 SLOW = {"scalar": pytest.mark.slow}  # test_bits.py has its kernels one by one
 NARROWER = bits.ISAS[_core.C.cpu_isa()][:-1]
 

@@ -87,6 +87,15 @@ def test_pages_have_the_tables_of_the_csvs(report, page, tmp_path):
     assert copy.read_text() == text
 
 
+def test_pages_have_tables_that_no_comment_marks(report):
+    quality = importlib.import_module("quality")
+    _, _, *lines = report.steps_table(report.read(RESULTS / "step_cpu.csv"))
+    assert table(BENCHMARKS, "| step | threads |") == lines
+    for page, file in (("benchmarks", "fused_accuracy"), ("frameworks", "frameworks_epyc")):
+        _, _, *lines = quality.table(report.read(RESULTS / f"{file}.csv", quality.Row))
+        assert table((ROOT / "docs" / f"{page}.md").read_text(), "| task | variant |") == lines
+
+
 def row_of(case, variant, low, median, high):
     conditions = dict.fromkeys(("hardware", "isa", "torch", "ampfuse", "date"), "")
     times = {"p20_ms": low, "median_ms": median, "p80_ms": high, "min_ms": low}

@@ -118,6 +118,13 @@ def test_any_number_of_threads_gives_the_same_bits(name, dtype):
     assert all(map(torch.equal, *by_threads))
 
 
+def assert_compiles_in_one_graph(step, inputs, backend, tolerance):
+    inputs = [t.requires_grad_() for t in inputs]
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    found, expected = (torch.autograd.grad(run(*inputs), inputs) for run in (compiled, step))
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @compilers
 def test_compiles_in_one_graph(name, backend):
@@ -126,12 +133,9 @@ def test_compiles_in_one_graph(name, backend):
     def step(*inputs):
         return sum(result.float().square().sum() for result in call(*inputs))
 
-    inputs = [t.requires_grad_() for t in inputs_of(name, 8, 300, bf16, of_columns=f32)]
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
-    found, expected = (torch.autograd.grad(run(*inputs), inputs) for run in (compiled, step))
     by_others = backend == "inductor" and name != "cross entropy"  # what is done to results
-    tolerance = 1e-2 if by_others else 0.0
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    inputs = inputs_of(name, 8, 300, bf16, of_columns=f32)
+    assert_compiles_in_one_graph(step, inputs, backend, tolerance=1e-2 if by_others else 0.0)
 
 
 def test_they_are_operators_as_torch_wants_them():
@@ -202,11 +206,8 @@ def test_they_compile_in_one_graph(backend):
         total = F.scaled_dot_product_attention(q, k, v).square().sum()
         return total + patch_conv2d(image, weight).square().sum()
 
-    shapes = (2, 5, 24), (2, 3, 9, 9), (4, 3, 4, 4)
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    compiled = torch.compile(step, fullgraph=True, backend=backend)
-    found, expected = (torch.autograd.grad(run(*inputs), inputs) for run in (compiled, step))
-    torch.testing.assert_close(found, expected)
+    inputs = map(torch.randn, ((2, 5, 24), (2, 3, 9, 9), (4, 3, 4, 4)))
+    assert_compiles_in_one_graph(step, inputs, backend, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -205,6 +205,11 @@ def test_a_learning_rate_in_a_tensor_is_checked_at_each_step(kind):
         model = nn.Linear(3, 2)
         optimizer, wrong = torch.optim.RMSprop(model.parameters(), lr=rate), (nan,)
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        optimizer.param_groups[0]["lr"] = nan  # a number too
+        give_gradients(params_of(optimizer))
+        with refused(optimizer, "^Invalid learning rate: nan"):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = rate
     train(optimizer)
     for value in wrong:
         give_gradients(params_of(optimizer))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import cases
-from ampfuse import _core, optim
+from ampfuse import optim
 from cases import (
     KINDS,
     OPTIMIZERS,
@@ -273,6 +273,15 @@ BETWEEN = {
 }
 
 
+def test_rows_that_are_made_anew_hold_none_of_those_before():
+    optimizer = make("adamw", parameters([(3,)]))
+    train(optimizer)
+    table = weakref.ref(optimizer.param_table())
+    optimizer.param_groups[0]["params"] = parameters([(3,)])
+    train(optimizer)
+    assert table() is None
+
+
 def test_a_state_of_another_shape_is_refused():
     pair = Pair("adamw")
     pair.steps()
@@ -451,42 +460,6 @@ def test_torchs_grad_scaler_drives_ours(kind, dtype, clip):
         close(pair.ours.state[param].get("master_param", param), twin)
     if dtype == f32:
         pair.check()
-
-
-# --- what a step costs ---------------------------------------------------------------------------
-
-
-def test_a_step_crosses_into_the_extension_twice(name, monkeypatch):
-    optimizer = make(name, [{"params": [p]} for p in parameters([(5,), (3, 2)])])
-    train(optimizer)
-    calls = []
-
-    def noted(method, call):
-        def noting(*arguments, **more):
-            calls.append(method)
-            return call(*arguments, **more)
-
-        return noting
-
-    for kind in (_core.C.ParamTable, _core.C.StepPlan):
-        for method in [key for key in vars(kind) if not key.startswith("_")]:
-            if callable(call := getattr(kind, method)):
-                monkeypatch.setattr(kind, method, noted(method, call))
-    usual = ["collect", "update"]
-    for expected in (usual, ["collect", "set_hyper", "update"], usual):
-        train(optimizer)
-        assert calls == expected
-        calls.clear()
-        optimizer.param_groups[1]["lr"] = 1e-5
-
-
-def test_rows_that_are_made_anew_hold_none_of_those_before():
-    optimizer = make("adamw", parameters([(3,)]))
-    train(optimizer)
-    table = weakref.ref(optimizer.param_table())
-    optimizer.param_groups[0]["params"] = parameters([(3,)])
-    train(optimizer)
-    assert table() is None
 
 
 # --- masters of a step that is not ours ----------------------------------------------------------

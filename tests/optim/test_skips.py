@@ -1,7 +1,6 @@
 """Skipped steps, non-finite or spikes: the run is the one without their batches, everywhere."""
 
 import copy
-import io
 import math
 import pickle
 
@@ -24,6 +23,7 @@ from cases import (
     parameters,
     params_of,
     snapshot,
+    through_a_file,
 )
 
 SHAPES = ((1,), (5, 8), (70, 60))
@@ -208,14 +208,6 @@ def test_a_training_with_bad_batches_learns_as_one_without_them(kind):
 # --- checkpoints and copies ----------------------------------------------------------------------
 
 
-def through_a_file(optimizer, fresh):
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    fresh.load_state_dict(torch.load(file, weights_only=True))
-    return fresh
-
-
 def through_dcp(optimizer, fresh, **options):
     options = dcp.StateDictOptions(**options)
     models = []
@@ -231,7 +223,9 @@ def through_dcp(optimizer, fresh, **options):
 
 
 RESUMES = {
-    "state dict": through_a_file,
+    "state dict": lambda optimizer, fresh: (
+        fresh.load_state_dict(through_a_file(optimizer.state_dict())) or fresh
+    ),
     "dcp": through_dcp,
     "dcp flat": lambda *both: through_dcp(*both, flatten_optimizer_state_dict=True),
     "deepcopy": lambda optimizer, _: copy.deepcopy(optimizer),

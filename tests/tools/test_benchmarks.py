@@ -320,22 +320,6 @@ def test_a_run_is_a_curve_with_the_trained_network_at_its_end(
     assert line.endswith(" | yes, yes |")
 
 
-def documented(page, header):
-    """The lines of the table in a page of docs/ that starts with `header`."""
-    text = (ROOT / "docs" / page).read_text()
-    return text[text.index(header) :].split("\n\n")[0].splitlines()
-
-
-def test_the_documentation_has_the_tables_of_the_csvs(load):
-    """Tables that are not marked by a comment with the name of a CSV."""
-    results, quality = load("harness.results"), load("quality")
-    lines = load("report").steps_table(results.read(RESULTS / "step_cpu.csv"))
-    assert documented("benchmarks.md", "| step | threads |") == lines
-    for page, file in (("benchmarks", "fused_accuracy"), ("frameworks", "frameworks_epyc")):
-        rows = results.read(RESULTS / f"{file}.csv", quality.Row)
-        assert documented(f"{page}.md", "| task | variant |") == quality.table(rows)
-
-
 def test_a_csv_fills_in_where_a_comment_names_it(load, tmp_path):
     results, page = load("harness.results"), tmp_path / "page.md"
     text = "Before.\n<!-- a.csv -->\n{}<!-- end -->\n\nAfter.\n<!-- end -->\n"
