@@ -1,11 +1,6 @@
-"""Lightning, Fabric and Accelerate under FSDP2 against the same on copies, in two processes.
-
-This file as a program, with a folder as its argument, is each of them.
-"""
+"""Lightning, Fabric and Accelerate under FSDP2 against the same on copies, in two processes."""
 
 import os
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -28,7 +23,7 @@ import ampfuse
 from ampfuse.integrations import fabric
 from ampfuse.integrations.accelerate import initialize
 from ampfuse.integrations.lightning import AmpFuse
-from programs import ranks
+from conftest import on_ranks
 from test_integrations_loops import quiet_trainer
 
 CPUS = {"accelerator": "cpu", "devices": 2}
@@ -37,9 +32,7 @@ BATCHES = torch.randn(2, 8, 4, 8, generator=torch.Generator().manual_seed(1))
 BATCHES = BATCHES[int(os.environ.get("RANK", 0))]
 
 
-@pytest.mark.slow
-def test_shards_go_the_way_of_copies(tmp_path):
-    ranks(2, __file__, tmp_path)
+pytestmark = pytest.mark.slow
 
 
 def network():
@@ -90,7 +83,8 @@ def by_lightning(level, strategy, epochs=2, resume=None, save=None):
     return model.losses[-len(BATCHES) :]
 
 
-def lightnings(folder):
+@on_ranks(2)
+def test_lightning():
     for level in ("O0", "O1", "O2", "O5"):
         copies = by_lightning(level, strategies.DDPStrategy(process_group_backend="gloo"))
         shards = by_lightning(level, strategies.ModelParallelStrategy(**SHARDS))
@@ -99,7 +93,7 @@ def lightnings(folder):
     for level in ("O1", "O5"):
         whole = by_lightning(level, strategies.ModelParallelStrategy(**SHARDS))
         for kind in (True, False):  # a folder of shards, or one file
-            path = folder / f"{level}-{kind}.ckpt"
+            path = Path(f"{level}-{kind}.ckpt")
             made = {**SHARDS, "save_distributed_checkpoint": kind}
             by_lightning(level, strategies.ModelParallelStrategy(**made), 1, save=path)
             resumed = by_lightning(level, strategies.ModelParallelStrategy(**made), resume=path)
@@ -128,7 +122,8 @@ def sharded_by_fabric(level):
     return made, model, optimizer, {"model": model, "optimizer": optimizer, "amp": plugin}
 
 
-def fabrics(folder):
+@on_ranks(2)
+def test_fabric():
     for level in ("O1", "O2", "O5"):
         plugin = fabric.AmpFuse(level, verbosity=0)
         copied = of_fabric.DDPStrategy(process_group_backend="gloo")
@@ -136,7 +131,7 @@ def fabrics(folder):
         made.launch()
         model = network()
         expected = steps(made, *plugin.setup(made, model, adamw(model)), BATCHES)
-        path = folder / f"fabric-{level}"
+        path = Path(f"fabric-{level}")
         made, model, optimizer, parts = sharded_by_fabric(level)
         losses = steps(made, model, optimizer, BATCHES[:4])
         made.save(path, parts)
@@ -150,7 +145,8 @@ def fabrics(folder):
         plugin.setup(made, model, adamw(model))
 
 
-def accelerate(_):
+@on_ranks(2)
+def test_accelerate():
     """Which has FSDP on GPUs alone; here it is told that these are some."""
     losses = []
     for shards in (False, True):
@@ -177,12 +173,3 @@ def accelerate(_):
             losses[-1].append(loss.item())
     assert isinstance(next(model.parameters()), DTensor)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # their advice
-    for job in (lightnings, fabrics, accelerate):
-        job(Path(sys.argv[1]))
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort a process that ends by itself
