@@ -448,7 +448,7 @@ def test_step_and_another_block_inside_the_block_are_errors(level, wrap):
     nested = pytest.raises(RuntimeError, match="nested")
     with amp.scale_loss(model(torch.ones(1)).sum() * 0.5, wrap(optimizer)) as scaled:
         scaled.backward()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="inside the scale_loss context"):
             optimizer.step()
         with nested, amp.scale_loss(torch.ones(()), optimizer):
             pass
