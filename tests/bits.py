@@ -15,52 +15,22 @@ and the machine (see ``trainings.py``).
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import sys
 import unittest.mock
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 import conftest
 from ampfuse import _core
-from cases import bits
+from cases import ISAS, digest
 from programs import python
 from trainings import RUNS
 
 FILE = Path(__file__).parent / "data" / "bits.json"
-# Which instruction sets a CPU has whose best is this one.
-ISAS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}
-ISAS |= {"neon": ["scalar", "neon"], "neon_bf16": ["scalar", "neon", "neon_bf16"]}
-
-
-def digest(found: Any) -> str:
-    """SHA-256 of a nested structure of tensors and values."""
-    hashed = hashlib.sha256()
-    for key, value in _flat(found, ""):
-        if isinstance(value, Tensor):
-            hashed.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
-            hashed.update(bits(value).numpy().tobytes())
-        else:
-            hashed.update(f"{key} {value!r}".encode())
-    return hashed.hexdigest()
-
-
-def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name in sorted(value, key=str):
-            yield from _flat(value[name], f"{key}/{name}")
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _flat(item, f"{key}/{i}")
-    else:
-        yield key, value
 
 
 def hashes() -> dict[str, str]:

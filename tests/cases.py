@@ -4,6 +4,7 @@ whole trainings, which also run on older versions.)
 
 import contextlib
 import copy
+import hashlib
 import inspect
 import io
 import itertools
@@ -25,6 +26,10 @@ NEEDS_BF16 = pytest.mark.skipif(
 )
 
 QUANTIZED = [name for name, storage in STORAGES.items() if storage.block]  # of state_dtype
+
+# Which instruction sets a CPU has whose best is this one.
+ISAS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}
+ISAS |= {"neon": ["scalar", "neon"], "neon_bf16": ["scalar", "neon", "neon_bf16"]}
 
 _OF_ADAM = {"betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1, "amsgrad": True}
 # Each option alone and all of them together.
@@ -249,6 +254,29 @@ def bits(tensor):
     """The tensor's bits as integers, so that -0 differs from 0 and NaN equals itself."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.uint8}
     return tensor.detach().cpu().contiguous().clone().view(integer[tensor.element_size()])
+
+
+def digest(found):
+    """SHA-256 of a nested structure of tensors and values."""
+    hashed = hashlib.sha256()
+    for key, value in _flat(found, ""):
+        if isinstance(value, torch.Tensor):
+            hashed.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            hashed.update(bits(value).numpy().tobytes())
+        else:
+            hashed.update(f"{key} {value!r}".encode())
+    return hashed.hexdigest()
+
+
+def _flat(value, key):
+    if isinstance(value, dict):
+        for name in sorted(value, key=str):
+            yield from _flat(value[name], f"{key}/{name}")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _flat(item, f"{key}/{i}")
+    else:
+        yield key, value
 
 
 def same_bits(a, b):

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-import bits
 from ampfuse import _core, cpu_half_ops
-from cases import NEEDS_BF16, assert_torchs_own
+from cases import ISAS, NEEDS_BF16, assert_torchs_own
 from conftest import compilers
 from programs import python
 
@@ -236,7 +235,7 @@ print(hashlib.sha256(data).hexdigest())
 """
 
 
-VECTORS = bits.ISAS[_core.C.cpu_isa()][1:]  # all but plain C++
+VECTORS = ISAS[_core.C.cpu_isa()][1:]  # all but plain C++
 
 
 def test_same_bits_by_every_instruction_set():

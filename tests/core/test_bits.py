@@ -5,6 +5,7 @@ import json
 import pytest
 
 import bits
+import cases
 from ampfuse import _core
 
 EXPECTED = json.loads(bits.FILE.read_text())
@@ -24,7 +25,7 @@ def test_results_are_those_of_the_earlier_version():
 # test_same_bits.py runs every kernel of the other instruction sets and of CUDA.
 ISAS = [
     pytest.param(isa, marks=() if isa == "scalar" else pytest.mark.slow)
-    for isa in bits.ISAS[_core.C.cpu_isa()]
+    for isa in cases.ISAS[_core.C.cpu_isa()]
 ]
 
 

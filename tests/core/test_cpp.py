@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-import bits
 from ampfuse import _core
+from cases import ISAS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "ampfuse_cpp_tests"
@@ -46,7 +46,7 @@ def test_cpp(order):
 
 
 # In quick tests test_bits.py runs each kernel of the narrowest.
-NARROWER = slow(*bits.ISAS[_core.C.cpu_isa()][:-1])
+NARROWER = slow(*ISAS[_core.C.cpu_isa()][:-1])
 
 
 @built

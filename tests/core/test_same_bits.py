@@ -13,10 +13,21 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-import bits
 from ampfuse import _core
 from ampfuse._schema import ALGORITHMS
-from cases import KINDS, assert_same_bits, bf16, can_mix_dtypes, f16, f32, make, set_grad, snapshot
+from cases import (
+    ISAS,
+    KINDS,
+    assert_same_bits,
+    bf16,
+    can_mix_dtypes,
+    digest,
+    f16,
+    f32,
+    make,
+    set_grad,
+    snapshot,
+)
 from conftest import emulated_module, nn_ops
 from programs import python
 
@@ -179,7 +190,7 @@ def scenario(threads=1, flush=False, device="cpu"):
 
 
 def digests(found):
-    return {key: bits.digest(value) for key, value in found.items()}
+    return {key: digest(value) for key, value in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +204,7 @@ def test_threads_and_floating_point_mode(expected, flush):
 
 
 SLOW = {"scalar": pytest.mark.slow}  # test_bits.py has its kernels one by one
-NARROWER = bits.ISAS[_core.C.cpu_isa()][:-1]
+NARROWER = ISAS[_core.C.cpu_isa()][:-1]
 
 
 @pytest.mark.parametrize("isa", [pytest.param(isa, marks=SLOW.get(isa, ())) for isa in NARROWER])
@@ -202,7 +213,7 @@ def test_instruction_sets(expected, isa):
     assert run.returncode == 0, run.stderr
     used, hashes = json.loads(run.stdout)
     assert used == isa
-    different = [key for key, digest in digests(expected).items() if hashes[key] != digest]
+    different = [key for key, value in digests(expected).items() if hashes[key] != value]
     assert not different, f"bits differ in {different}"
 
 

@@ -9,8 +9,7 @@ from torch import nn
 import ampfuse
 import trainings
 from ampfuse import amp
-from bits import digest
-from cases import KINDS, LEVELS, QUANTIZED, bf16, bits, f16, f32, make
+from cases import KINDS, LEVELS, QUANTIZED, bf16, bits, digest, f16, f32, make
 from conftest import slow_in_emulation
 
 # Around a vector, a strip, a tile and a chunk.
