@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import reference
-from ampfuse import cpu_half_ops, hardware, optim
+from ampfuse import amp, cpu_half_ops, hardware, optim
 from ampfuse._schema import STORAGES
 from ampfuse.measuring import tensor_memory
 
@@ -227,6 +227,21 @@ def refused(optimizer, message, error=ValueError):
     assert_same(found["state"], saved["state"])
     assert_same_bits(after, before)
     assert repr(found["param_groups"]) == repr(saved["param_groups"])  # NaN is NaN here
+
+
+def losses_at(level, model, make_optimizer, batches, loss_of, **options):
+    """The losses of a training by amp on `batches`."""
+    optimizer = make_optimizer(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch).float()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def through_a_file(state, weights_only=True):

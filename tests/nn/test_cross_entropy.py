@@ -1,14 +1,16 @@
 """ampfuse.nn.cross_entropy against float64; see test_operators.py, too."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampfuse import amp, pytree
+from ampfuse import pytree
 from ampfuse.nn import LinearCrossEntropy, cross_entropy, linear_cross_entropy
-from cases import assert_rounded
+from cases import assert_rounded, losses_at
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SPAN = 4096  # columns, of which a row's sums are made
@@ -255,21 +257,12 @@ def test_nothing_is_computed_for_the_frozen_part_of_a_head(trained):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_a_head_trains_at_every_level(level):
-    model = LinearCrossEntropy(16, 10, block_rows=5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    x = torch.randn(16, 16)
-    target = x[:, :10].argmax(1)
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = model(x, target)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert loss.dtype == torch.float32
+    model, x = LinearCrossEntropy(16, 10, block_rows=5), torch.randn(16, 16)
+    batch = x, x[:, :10].argmax(1)
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    losses = losses_at(level, model, sgd, [batch] * 30, lambda model, batch: model(*batch))
     assert losses[-1] < losses[0] / 4
+    assert model(*batch).dtype == torch.float32
     assert model(x).shape == (16, 10)
 
 

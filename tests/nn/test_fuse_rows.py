@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
 
-from ampfuse import amp
 from ampfuse.nn import BatchNormAct2d, fuse, unfuse
-from cases import bf16
+from cases import bf16, losses_at
 from conftest import compilers
 from test_fuse import Overridden, X, assert_same, run, two_blocks
 
@@ -482,21 +481,6 @@ def test_compiles_in_one_graph(backend, make):
     assert not [e for e in profiled.events() if e.name.startswith("ampfuse")]  # the compiler's
 
 
-def losses_at(level, fused, model, make_optimizer, batches, loss_of):
-    """The losses of a training on `batches`."""
-    optimizer = make_optimizer(model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, fuse=fused, verbosity=0)
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch).float()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 # ---- of libraries --------------------------------------------------------------------------------
 
 
@@ -606,7 +590,7 @@ def test_at_each_level(name, level):
     for fused in (False, True):
         torch.manual_seed(0)
         sgd = partial(torch.optim.SGD, lr=lr)
-        losses[fused] = losses_at(level, fused, make(), sgd, batches(), loss_of)
+        losses[fused] = losses_at(level, make(), sgd, batches(), loss_of, fuse=fused)
     assert losses[True] == pytest.approx(losses[False], rel=0.03)
     assert name == "ViT" or losses[True][-1] < losses[True][0] / 2
 
@@ -696,12 +680,13 @@ def test_attention_neither_waits_nor_gets_a_mask(name, kind, way, monkeypatch):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_steps_at_a_level_do_not_wait(level):
+    def loss_of(model, words):
+        return model(words, labels=words).loss
+
     def train():
         model = of_transformers("Llama", "ForCausalLM", **CAUSAL)
         make = partial(torch.optim.AdamW, lr=1e-3)
-        return losses_at(
-            level, True, model, make, [WORDS], lambda m, words: m(words, labels=words).loss
-        )
+        return losses_at(level, model, make, [WORDS], loss_of, fuse=True)
 
     train()  # what is imported and made at the first use waits
     _, seen = waits_and_attentions(train)

@@ -24,6 +24,7 @@ from cases import (
     f32,
     f64,
     give_gradients,
+    losses_at,
     parameters,
     params_of,
     same_bits,
@@ -382,19 +383,13 @@ def test_wrong_groups_are_refused(case):
 def test_initialize_upgrades_torchs_in_place(level):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 24, bias=False), nn.Linear(24, 4, bias=False))
-    optimizer = torch.optim.Muon(model.parameters(), lr=0.05)
-    same, upgraded = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    assert upgraded is optimizer
+    optimizer, x = torch.optim.Muon(model.parameters(), lr=0.05), torch.randn(32, 12)
+
+    def loss_of(model, x):
+        return (model(x).float() - x[:, :4]).square().mean()
+
+    losses = losses_at(level, model, lambda _: optimizer, [x] * 20, loss_of)
     assert isinstance(optimizer, optim.Muon)
-    x = torch.randn(32, 12)
-    losses = []
-    for _ in range(20):
-        loss = (same(x).float() - x[:, :4]).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
     assert losses[-1] < 0.5 * losses[0]
 
 
