@@ -93,15 +93,14 @@ def _one_of_several(folder: str, file: str, *names: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    sys.path.insert(0, str(Path(file).parent))
+    module = importlib.import_module(Path(file).stem)
     device = os.environ.get("DEVICE", "cpu")
     if device != "cpu":
         torch.set_default_device(device)
-    dist.init_process_group(
-        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60)
-    )
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
     os.chdir(folder)
-    sys.path.insert(0, str(Path(file).parent))
-    module = importlib.import_module(Path(file).stem)
     results, errors = {}, {}
     for name in names:
         job = getattr(module, name)
