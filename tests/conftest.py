@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch._dynamo  # as the first step of any optimizer of torch's does
+import torch.distributed as dist
 
 from ampfuse import _core
 from ampfuse.amp import cast_state, function_casts
@@ -185,6 +186,14 @@ def nn_ops():
 def emulated(monkeypatch):
     """Everything in this test runs the CUDA kernels, on the host."""
     monkeypatch.setattr(_core, "C", emulated_module())
+
+
+@pytest.fixture
+def one_process():
+    """A torch.distributed group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -185,7 +185,6 @@ def scenario(threads=1, flush=False, device="cpu"):
             tensors |= {f"{i}: {key}": value for key, value in part().items()}
     finally:
         torch.set_flush_denormal(False)
-        torch.set_num_threads(1)
     return tensors
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import ampfuse
@@ -95,13 +94,6 @@ def world():
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
     }
     return names
-
-
-@pytest.fixture
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("code", list(blocks()))

@@ -15,7 +15,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -654,14 +653,10 @@ def test_what_cannot_be_captured_is_refused(case, stand_in):
 
 
 @pytest.mark.parametrize("spread", [nn.parallel.DistributedDataParallel, fully_shard])
-def test_models_of_several_processes_are_refused(spread):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for wrapped in (lambda model: model, torch.compile):
-            with pytest.raises(TypeError, match=r"the model is in \w+, which communicates"):
-                refused(model=wrapped(spread(network("cpu"))))
-    finally:
-        dist.destroy_process_group()
+def test_models_of_several_processes_are_refused(spread, one_process):
+    for wrapped in (lambda model: model, torch.compile):
+        with pytest.raises(TypeError, match=r"the model is in \w+, which communicates"):
+            refused(model=wrapped(spread(network("cpu"))))
 
 
 def test_there_are_no_graphs_on_a_cpu():

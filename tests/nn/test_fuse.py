@@ -8,7 +8,6 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -379,15 +378,11 @@ def compiled(model):
 
 
 @pytest.mark.parametrize("wrap", [compiled, nn.parallel.DistributedDataParallel])
-def test_what_wraps_a_model(wrap):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = two_blocks()
-        fused = copy.deepcopy(model)
-        fuse(fused)
-        assert_same(run(wrap(fused), [X]), run(model, [X]), 1e-10)
-    finally:
-        dist.destroy_process_group()
+def test_what_wraps_a_model(wrap, one_process):
+    model = two_blocks()
+    fused = copy.deepcopy(model)
+    fuse(fused)
+    assert_same(run(wrap(fused), [X]), run(model, [X]), 1e-10)
 
 
 @pytest.mark.parametrize("level", LEVELS)

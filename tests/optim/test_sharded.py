@@ -536,16 +536,8 @@ def test_checkpoints_resume_on_a_gpu(tmp_path, monkeypatch):
     run(1, tmp_path, save_and_go_on, resume)
 
 
-@pytest.fixture
-def alone(tmp_path):
-    """A group of one process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_batch_norms_among_half_weights_train_in_a_group_of_their_own(level, alone):
+def test_batch_norms_among_half_weights_train_in_a_group_of_their_own(level, one_process):
     """FSDP itself refuses to put them into one with half weights."""
     layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     fully_shard([layers[1]])
