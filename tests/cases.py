@@ -133,18 +133,6 @@ def make(name, params, **more):
     return getattr(optim, kind)(params, **{**options, **more})
 
 
-def most_allocated(call):
-    """The most bytes of tensors at one time that `call` makes, and what it returns."""
-    with tensor_memory(torch.device("cpu")) as peak:
-        result = call()
-    return int(peak.mib * 2**20), result
-
-
-def history_of_norms(log_mean, log_variance=0.0):
-    """The step history after a hundred applied steps, counted from 0, of such gradient norms."""
-    return torch.tensor([0.0] * 7 + [100, log_mean, log_variance], dtype=f64)
-
-
 def make_torch(name, params, **more):
     """torch's optimizer of the same name, or the rule in FP32 where torch has none."""
     kind, options = OPTIMIZERS[name]
@@ -174,6 +162,9 @@ class Plain(torch.optim.Optimizer):
                     state.setdefault("step", torch.tensor(0.0))
                     param.copy_(self.rule(**options).step(param, param.grad, state))
         return loss
+
+
+# --- parameters and steps -------------------------------------------------------------------------
 
 
 def parameters(shapes, *dtypes, device="cpu"):
@@ -213,6 +204,19 @@ def train(optimizer, steps=(0,)):
         optimizer.step()
 
 
+def set_grad(param, grad):
+    """param.grad = grad, whatever the gradient's dtype."""
+    if grad is not None and grad.dtype != param.dtype:
+        param.grad = None
+        param.grad_dtype = None
+    param.grad = grad
+
+
+def can_mix_dtypes():
+    """Whether this torch lets a gradient have another dtype than its parameter."""
+    return hasattr(torch.Tensor, "grad_dtype")
+
+
 @contextlib.contextmanager
 def refused(optimizer, message, error=ValueError):
     """The block raises, and changes nothing."""
@@ -244,6 +248,11 @@ def losses_at(level, model, make_optimizer, batches, loss_of, **options):
     return losses
 
 
+def history_of_norms(log_mean, log_variance=0.0):
+    """The step history after a hundred applied steps, counted from 0, of such gradient norms."""
+    return torch.tensor([0.0] * 7 + [100, log_mean, log_variance], dtype=f64)
+
+
 def through_a_file(state, weights_only=True):
     """Saved and loaded."""
     file = io.BytesIO()
@@ -252,17 +261,14 @@ def through_a_file(state, weights_only=True):
     return torch.load(file, weights_only=weights_only)
 
 
-def set_grad(param, grad):
-    """param.grad = grad, whatever the gradient's dtype."""
-    if grad is not None and grad.dtype != param.dtype:
-        param.grad = None
-        param.grad_dtype = None
-    param.grad = grad
+def most_allocated(call):
+    """The most bytes of tensors at one time that `call` makes, and what it returns."""
+    with tensor_memory(torch.device("cpu")) as peak:
+        result = call()
+    return int(peak.mib * 2**20), result
 
 
-def can_mix_dtypes():
-    """Whether this torch lets a gradient have another dtype than its parameter."""
-    return hasattr(torch.Tensor, "grad_dtype")
+# --- bits and comparisons -------------------------------------------------------------------------
 
 
 def bits(tensor):
@@ -356,6 +362,9 @@ def assert_rounded(name, found, right, error, size):
     )
 
 
+# --- half types on the CPU ------------------------------------------------------------------------
+
+
 def assert_torchs_own(call):
     """`call` gives tensors of torch's bits and layout, or its error."""
     answers = []
@@ -418,6 +427,9 @@ class Convolution:
     def torchs(self, dtype=None):
         with cpu_half_ops(False):
             return self.results(dtype)
+
+
+# --- a GPU ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
