@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import logging
 import math
+import operator
 import os
 import pickle
 import sys
@@ -17,8 +18,9 @@ from torch.nn import functional as F
 
 import ampfuse
 from ampfuse import amp, insight, optim
+from ampfuse.insight.operations import callers
 from ampfuse.insight.overflow import _SkipsInARow
-from ampfuse.insight.tracker import Origins, callers
+from ampfuse.insight.tracker import Origins
 from ampfuse.torch_utils import Sample
 from programs import in_two_processes
 
@@ -386,15 +388,25 @@ def test_a_dynamic_scale_that_adapts(kind):
     assert 0 < skipped < 20
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "by hand"])
+# Losses that the program multiplies itself.
+BY_HAND = {
+    "loss * scale": operator.mul,
+    "a tensor first": lambda loss, scale: torch.tensor(scale) * loss,
+    "in place": lambda loss, scale: (loss * 1).mul_(scale),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", *BY_HAND])
 def test_a_static_scale_that_is_too_high(level):
     def explained(scale):
-        if level == "by hand":
+        if level in BY_HAND:
             model = mlp()
             with amp.explain_overflow(model) as watch, torch.autocast("cpu", dtype=torch.float16):
-                (F.cross_entropy(model(batch()[0]), batch()[1]) * scale).backward()
+                loss = F.cross_entropy(model(batch()[0]), batch()[1])
+                BY_HAND[level](loss, scale).backward()
         else:
             loop = Loop(mlp(), level, loss_scale=scale)
+            Loop(mlp(), level)  # another training, whose scale is dynamic
             with amp.explain_overflow(loop.model) as watch:
                 loop.step(*batch())
         return watch.explanation
@@ -408,6 +420,21 @@ def test_a_static_scale_that_is_too_high(level):
     for scale, fits in ((cause.fitting_scale, True), (2 * cause.fitting_scale, False)):
         again = explained(scale)
         assert (again is None or (again.module, again.operation) != origin) == fits
+
+
+def test_the_scale_is_that_of_the_pass_that_overflowed():
+    """The scale adapts between passes that accumulate."""
+    fitting = []
+    for passes in (1, 2):
+        loop, (x, y) = Loop(mlp(), "O2"), batch()
+        with amp.explain_overflow(loop.model) as watch:
+            for _ in range(passes):
+                loss = F.cross_entropy(loop.model(x), y)
+                with amp.scale_loss(loss, loop.optimizer) as scaled:
+                    scaled.backward()
+        assert watch.explanation.scale == 2.0**24
+        fitting.append(watch.explanation.fitting_scale)
+    assert fitting[0] == fitting[1]
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 0.5, 3.0, torch.tensor(0.0), torch.tensor(3.0)])

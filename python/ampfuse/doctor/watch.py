@@ -23,7 +23,7 @@ from torch.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfuse.doctor.profile import CLOSURE, STEP
-from ampfuse.insight.tracker import callers
+from ampfuse.insight.operations import callers
 from ampfuse.measuring import silent_stderr, wait_for
 
 # Operations whose results the host has to know.

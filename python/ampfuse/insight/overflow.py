@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import sys
 from typing import Any
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ampfuse.amp import session as sessions
-from ampfuse.amp.casts import is_installed
 from ampfuse.insight.explanation import Explanation
 from ampfuse.insight.tracker import Tracker
 from ampfuse.optim.base import amp_optimizers
@@ -92,13 +89,7 @@ class OverflowWatch:
         tracker, self._tracker = self._tracker, None
         assert tracker is not None
         tracker.__exit__(*error)
-        explanation = tracker.explanation()
-        if explanation is not None:
-            # The scaler is amp's, if the model is, else a GradScaler.
-            adapts = not is_installed(tracker.model) or sessions.latest().is_dynamic
-            dynamic = tracker.scale_is_scalers and adapts
-            explanation = dataclasses.replace(explanation, scale=tracker.scale, dynamic=dynamic)
-        self.explanation = explanation
+        self.explanation = tracker.explanation()
 
     def remove(self) -> None:
         """Disarm: nothing is watched any more."""
