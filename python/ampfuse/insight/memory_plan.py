@@ -128,30 +128,38 @@ def plan(
     levels = ["O0", _AUTOCAST_LEVEL.get(opt_level), opt_level]
     for level in dict.fromkeys(level for level in levels if level):
         held[level] = training.held(level, {}, ())
-    latest = opt_level  # the row that the next change extends
-    options: dict[str, Any] = {}
-    passes: tuple[str, ...] = ()
-    for change in CHANGES:
-        if change.options and not (training.is_fused and opt_level in ("O2", "O5")):
-            continue
-        if change.model and not training.can(change.model):
-            continue
-        new_options = {**options, **change.options}
-        new_passes = (*passes, change.model) if change.model else passes
-        try:
-            row = training.held(opt_level, new_options, new_passes)
-        except Exception as error:  # of the model's code, with the change
-            training.notes[f"{change.name} could not be planned: {error}".splitlines()[0]] = None
-            continue
-        if row["peak"] < held[latest]["peak"]:
-            latest, options, passes = f"+ {change.name}", new_options, new_passes
-            held[latest] = row
+    asked = list(held).index(opt_level)
+    held |= _rows_of_changes(training, opt_level, held[opt_level]["peak"])
     elements = sum(parameter.numel() for parameter in model.parameters())
     heading = f"{training.optimizer_name}, {elements:,} parameters, on {device}"
     if compiled:
         heading += ", compiled"
-    asked = list(held).index(opt_level)
     return Plan(heading, elements, limit, held, asked, list(training.notes))
+
+
+def _rows_of_changes(
+    training: PlannedTraining, level: str, least: int
+) -> dict[str, dict[str, int]]:
+    """What is held with each change that lowers the peak, from `least` on, and those before it."""
+    rows: dict[str, dict[str, int]] = {}
+    options: dict[str, Any] = {}
+    changes: tuple[str, ...] = ()
+    for change in CHANGES:
+        if change.options and not (training.is_fused and level in ("O2", "O5")):
+            continue
+        if change.model and not training.can(change.model):
+            continue
+        new_options = {**options, **change.options}
+        new_changes = (*changes, change.model) if change.model else changes
+        try:
+            row = training.held(level, new_options, new_changes)
+        except Exception as error:  # of the model's code, with the change
+            training.notes[f"{change.name} could not be planned: {error}".splitlines()[0]] = None
+            continue
+        if row["peak"] < least:
+            least, options, changes = row["peak"], new_options, new_changes
+            rows[f"+ {change.name}"] = row
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,31 +292,35 @@ class PlannedTraining:
         with FakeTensorMode():
             model = self._model(policy)
             optimizer = self.make(model)
-            fused = algorithm_of(optimizer)
-            self.is_fused = fused is not None
-            scratch = step_bytes(optimizer) if fused and fused.has_scratch else 0
-            own = {name: getattr(optimizer, name, None) for name in ("state_dtype", "ema_decay")}
-            own["master_weights"] = False
-            if policy.master_weights:
-                own["master_weights"] = getattr(optimizer, "master_weights", False) or True
-            wanted = {**own, **options}
-            if fused and wanted["state_dtype"] not in fused.storages:
-                wanted["state_dtype"] = own["state_dtype"]
+            algorithm = algorithm_of(optimizer)
+            wanted = {**self._options(optimizer, policy), **options}
+            if algorithm and wanted["state_dtype"] not in algorithm.storages:
+                wanted["state_dtype"] = getattr(optimizer, "state_dtype", None)
             held = held_bytes(model, states_of(optimizer), wanted)
-            trained = [p for p in model.parameters() if p.requires_grad]
+            scratch = step_bytes(optimizer) if algorithm and algorithm.has_scratch else 0
         if self.accumulate and wanted["master_weights"]:
+            trained = [p for p in model.parameters() if p.requires_grad]
             held["accumulators"] = sum(4 * p.numel() for p in trained if p.dtype in HALF_DTYPES)
-        self.optimizer_name = type(optimizer).__name__
-        if not fused:
-            self.notes[f"The states of {self.optimizer_name} are not counted."] = None
-        for kind in {type(module) for module in model.modules()} & {nn.RNN, nn.LSTM, nn.GRU}:
-            self.notes[f"What {kind.__name__} keeps for its backward is not counted."] = None
+        self.is_fused, self.optimizer_name = algorithm is not None, type(optimizer).__name__
+        self._note_what_is_missing(model)
         if (level, changes) not in self._passes:
             self._passes[level, changes] = self._pass(policy, changes)
         held["activations"], most = self._passes[level, changes]
         throughout = sum(held.values()) - held["gradients"] - held["activations"]
         held["peak"] = throughout + max(most, held["gradients"] + scratch)
         return held
+
+    def _options(self, optimizer: Optimizer, policy: Policy) -> dict[str, Any]:
+        """The optimizer's options that take memory, with masters as the level has them."""
+        options = {name: getattr(optimizer, name, None) for name in ("state_dtype", "ema_decay")}
+        masters = getattr(optimizer, "master_weights", False) or True
+        return options | {"master_weights": masters if policy.master_weights else False}
+
+    def _note_what_is_missing(self, model: nn.Module) -> None:
+        if not self.is_fused:
+            self.notes[f"The states of {self.optimizer_name} are not counted."] = None
+        for kind in {type(module) for module in model.modules()} & {nn.RNN, nn.LSTM, nn.GRU}:
+            self.notes[f"What {kind.__name__} keeps for its backward is not counted."] = None
 
     def _model(self, policy: Policy, *, is_fused: bool = False) -> nn.Module:
         """A fake copy as ``amp.initialize`` makes it."""
@@ -325,42 +337,50 @@ class PlannedTraining:
         with contextlib.ExitStack() as stack:
             stack.enter_context(same_random_numbers())
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(torch.enable_grad())
             stack.enter_context(cpu_half_ops())  # a GPU's rules of autocast
-            model = self._model(policy, is_fused=self.fuse or "fuse" in changes)
-            if "checkpointing" in changes:
-                _checkpoint(model)
-            loss_function = self.loss_function or _default_loss
-            if "linear_cross_entropy" in changes:
-                loss_function = _language_loss
-            install(model, Casts.of(policy))
-            model.train()
-            batch = pytree.replace(self.batch, _fake_tensor)
-            if "recompute_norms" in changes:
-                stack.enter_context(recompute_norms())
             if self.device == "cuda":
                 stack.enter_context(_as_on_gpu())
-            stack.enter_context(torch.enable_grad())
+            if "recompute_norms" in changes:
+                stack.enter_context(recompute_norms())
+            model = called = self._model(policy, is_fused=self.fuse or "fuse" in changes)
+            if "checkpointing" in changes:
+                _checkpoint(model)
+            install(model, Casts.of(policy))
+            model.train()
+            loss_function = self.loss_function or _default_loss
+            if "linear_cross_entropy" in changes:
+                loss_function, called = _language_loss, model.base_model  # type: ignore[assignment]
+            batch = pytree.replace(self.batch, _fake_tensor)
             live = LiveMemory([*model.parameters(), *model.buffers(), *pytree.tensors(batch)])
-            kept = 0
-            try:
-                if self.compiled:
-                    called: Any = model.base_model if loss_function is _language_loss else model
-                    stack.enter_context(compiled_graphs(called, live))
-                    loss_of(loss_function, model, batch).backward()
-                    model.zero_grad()
-                stack.enter_context(live)
+            if self.compiled:
+                stack.enter_context(compiled_graphs(called, live))
+            return self._measured(
+                model, functools.partial(loss_of, loss_function, model, batch), live
+            )
+
+    def _measured(
+        self, model: nn.Module, forward: Callable[[], Tensor], live: LiveMemory
+    ) -> tuple[int, int]:
+        """What `live` counts in passes of `model`, whose `forward` returns the loss."""
+        kept = 0
+        try:
+            if self.compiled:  # and counted when it is called again
+                forward().backward()
+                model.zero_grad()
+            with live:
                 for _ in range(2 if self.accumulate else 1):
                     before = live.now
-                    loss = loss_of(loss_function, model, batch)
+                    loss = forward()
                     kept = live.now - before
                     loss.backward()
                     del loss
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise RuntimeError(
-                    f"The model cannot be planned: {error.func} depends on values, and fake "
-                    "tensors have none. Leave it out of the model and of loss_function."
-                ) from error
-            return kept, live.peak
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise RuntimeError(
+                f"The model cannot be planned: {error.func} depends on values, and fake "
+                "tensors have none. Leave it out of the model and of loss_function."
+            ) from error
+        return kept, live.peak
 
 
 def _fake_tensor(item: Any, in_float32: bool = False) -> Any:
@@ -401,16 +421,11 @@ def _as_on_gpu() -> Iterator[None]:
             return torch.native_dropout(input, p, True)[0]
         return dropout(input, p, training, inplace)
 
-    def without_probabilities(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+    def without_probabilities(*args: Any, **kwargs: Any) -> Tensor:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        return attention(**named | {"dropout_p": 0.0})
 
     functional: Any = F
     functional.dropout, functional.scaled_dot_product_attention = with_mask, without_probabilities
@@ -449,20 +464,12 @@ def _language_loss(model: Any, batch: Any) -> Tensor:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks with most parameters: those of the ModuleList or Sequential."""
-    best: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            blocks = list(module)
-            if (
-                len(blocks) > 1
-                and len(set(map(type, blocks))) == 1
-                and _weigh(blocks) > _weigh(best)
-            ):
-                best = blocks
-    return best
+    lists = [list(m) for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    repeated = [blocks for blocks in lists if len(blocks) > 1 and len({*map(type, blocks)}) == 1]
+    return max(repeated, key=_count_parameters, default=[])
 
 
-def _weigh(modules: Sequence[nn.Module]) -> int:
+def _count_parameters(modules: Sequence[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 

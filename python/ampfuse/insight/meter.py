@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -157,12 +157,30 @@ class Meter:
 
     @property
     def advice(self) -> list[Finding]:
-        """The problems in the last metered steps, with suggestions. Synchronizes."""
-        return _find(self.readings)
+        """The problem of each tensor in its last reading, with a suggestion. Synchronizes.
+
+        Skipped steps do not count.
+        """
+        readings = self.readings
+        applied = {row.step for row in readings if row.elements}
+        rows_of: dict[str, list[TensorReading]] = {}
+        for row in readings:
+            if row.step in applied:
+                rows_of.setdefault(row.parameter, []).append(row)
+        findings = (_find(name, rows) for name, rows in rows_of.items())
+        return [finding for finding in findings if finding is not None]
 
     def report(self) -> str:
         """A table of the last metered step that was applied, and the advice."""
-        return _report(self.readings)
+        readings = self.readings
+        steps = [row.step for row in readings if row.elements]
+        if not steps:
+            skipped = " (all metered steps were skipped)" if readings else ""
+            return f"The meter has no readings yet{skipped}."
+        heads = ("parameter", "weights", "type", *METER_COUNTS[1:], "update/weight")
+        cells = [_cells(row) for row in readings if row.step == steps[-1]]
+        said = _as_text(self.advice) or "No problem found."
+        return "\n".join([f"Step {steps[-1]}", *aligned([heads, *cells], left=(0, 2)), "", said])
 
     def changed(self, parameter: str) -> Tensor:
         """Find the weights of `parameter` that changed their bits in the last metered step.
@@ -260,24 +278,15 @@ _RULES: tuple[tuple[str, Callable[[TensorReading], bool], str, str], ...] = (
 # fmt: on
 
 
-def _find(readings: Iterable[TensorReading]) -> list[Finding]:
-    """The problem of each tensor in its last reading. Skipped steps do not count."""
-    readings = list(readings)
-    applied = {row.step for row in readings if row.elements}
-    rows_of: dict[str, list[TensorReading]] = {}
-    for row in readings:
-        if row.step in applied:
-            rows_of.setdefault(row.parameter, []).append(row)
-    findings = []
-    for name, rows in rows_of.items():
-        rows = [row for row in rows if row.elements] or rows
-        for kind, applies, text, suggestion in _RULES:
-            if applies(rows[-1]):
-                *_, first = itertools.takewhile(applies, reversed(rows))
-                said = text.format(row=rows[-1], zero=_ratio(rows[-1].zero, rows[-1].elements))
-                findings.append(Finding(kind, suggestion, name, f"{said} since step {first.step}"))
-                break
-    return findings
+def _find(name: str, rows: list[TensorReading]) -> Finding | None:
+    """The problem in the last of the readings of one tensor, and since which step it has it."""
+    rows = [row for row in rows if row.elements] or rows
+    for kind, applies, text, suggestion in _RULES:
+        if applies(rows[-1]):
+            *_, first = itertools.takewhile(applies, reversed(rows))
+            said = text.format(row=rows[-1], zero=_ratio(rows[-1].zero, rows[-1].elements))
+            return Finding(kind, suggestion, name, f"{said} since step {first.step}")
+    return None
 
 
 def _as_text(findings: Sequence[Finding]) -> str:
@@ -297,19 +306,9 @@ def _as_text(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _report(readings: Sequence[TensorReading]) -> str:
-    """The last applied step as a table, and all findings below it."""
-    steps = [row.step for row in readings if row.elements]
-    if not steps:
-        skipped = " (all metered steps were skipped)" if readings else ""
-        return f"The meter has no readings yet{skipped}."
-    heads = ("parameter", "weights", "type", *METER_COUNTS[1:], "update/weight")
-    lines: list[tuple[str, ...]] = [heads]
-    for row in readings:
-        if row.step == steps[-1]:
-            kind = dtype_name(row.dtype) + (" + master" if row.has_master else "")
-            shares = (f"{x:.2%}" if row.elements else "-" for x in row.shares().values())
-            ratio = "-" if math.isnan(row.update_ratio) else f"{row.update_ratio:.1e}"
-            lines.append((row.parameter, f"{row.elements:,}", kind, *shares, ratio))
-    said = _as_text(_find(readings)) or "No problem found."
-    return "\n".join([f"Step {steps[-1]}", *aligned(lines, left=(0, 2)), "", said])
+def _cells(row: TensorReading) -> tuple[str, ...]:
+    """The line of a table: name, number, type, shares, and update over weight."""
+    kind = dtype_name(row.dtype) + (" + master" if row.has_master else "")
+    shares = (f"{share:.2%}" if row.elements else "-" for share in row.shares().values())
+    ratio = "-" if math.isnan(row.update_ratio) else f"{row.update_ratio:.1e}"
+    return row.parameter, f"{row.elements:,}", kind, *shares, ratio

@@ -358,7 +358,7 @@ class LossScaleFinder:
     """
 
     def __init__(self) -> None:
-        self.found = {"scale": 1.0, "dynamic": False}
+        self.found: dict[str, Any] = {"scale": 1.0, "dynamic": False}
         self._has_scaler = False
         # The sequence number of the latest autograd node, and the number it multiplies by.
         self._node, self._factor = -1, 1.0
