@@ -14,6 +14,7 @@ from torch import nn
 from ampfuse import optim
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, optimizers
+from ampfuse.optim.fused import is_fused
 from apex_formulas import adagrad, adam, clipped_adam_of_2019, lamb, novograd, sgd
 from apex_optimizers import (
     assert_close,
@@ -439,6 +440,9 @@ def test_contribs_fused_adam_steps_on_gradients_that_it_is_given():
     options = {"lr": 0.05, "bias_correction": False, "max_grad_norm": 1.0}
     optimizer = apex.contrib.optimizers.FusedAdam(ps, **options)
     plain = apex.contrib.optimizers.FusedAdam(twins, **options)
+    assert is_fused(optimizer)
+    with pytest.raises(ValueError, match="grads has 2 tensors for 3 parameters"):
+        optimizer.step(grads=gradients(1)[:2])
     grads = [g.half() * 8 for g in gradients(1)]
     optimizer.step(grads=[grads], output_params=[halves], scale=8.0, grad_norms=[1.0])
     for q, g in zip(twins, grads, strict=True):

@@ -14,7 +14,6 @@ set. Names in ``_mt`` take ``(chunk_size, flag, [p, m, v, grad[, p_copy] lists],
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,13 +62,16 @@ def _numbers(p: Tensor, grad: Tensor, *numbers: Any) -> Any:
     return grad.to(p.dtype) / grad_scale, beta1, beta2, rate, root, decay
 
 
-def _on_lists(step: Callable[..., None], chunk_size: int, flag: Tensor, lists: Any, *numbers: Any):  # type: ignore[no-untyped-def]
+def _for_each(adam: Any, chunk_size: int, flag: Tensor, lists: Any, *numbers: Any) -> None:
     for p, m, v, grad, *copy in zip(*lists, strict=True):
-        second = (flag, p) if step is maybe_adam_undo else (p, *(copy or [p[:0]]))
-        step(*second, m, v, grad, *numbers)
+        adam(p, *(copy or [p[:0]]), m, v, grad, *numbers)
+
+
+def maybe_adam_undo_mt(chunk_size: int, flag: Tensor, lists: Any, *numbers: Any) -> None:
+    for p, m, v, grad, *_ in zip(*lists, strict=True):
+        maybe_adam_undo(flag, p, m, v, grad, *numbers)
 
 
 adam, reversible_adam = functools.partial(_adam, False), functools.partial(_adam, True)
-adam_mt, reversible_adam_mt, maybe_adam_undo_mt = (
-    functools.partial(_on_lists, step) for step in (adam, reversible_adam, maybe_adam_undo)
-)
+adam_mt = functools.partial(_for_each, adam)
+reversible_adam_mt = functools.partial(_for_each, reversible_adam)

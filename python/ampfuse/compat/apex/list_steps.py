@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,28 +24,16 @@ TensorLists = Sequence[Sequence[Tensor]]
 _FORMATS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 
-class Types(NamedTuple):
-    """The types that a list may hold. In a row all lists with the same `of` have the same type."""
-
-    allowed: tuple[torch.dtype, ...] = FLOAT_DTYPES
-    of: str = ""
-
-
 Lists = dict[str, list[Tensor]]
 Numbers = dict[str, Any]
-# By the names of an operation's lists, in their order.
-Kinds = Mapping[str, Types]
-_FLOAT32, _HALF = Types((torch.float32,)), Types(HALF_DTYPES)
-# Any type; where several lists have one of these, the type of the first.
-_AS_GRADS, _AS_PARAMS, _AS_UPDATES = Types(of="grads"), Types(of="params"), Types(of="updates")
+# An operation's lists by name, in their order, each with the type of its tensors: "float32",
+# "half", or the name of a list that has the same type in each row. One that is as itself is free.
+Types = Mapping[str, str]
+_ALLOWED = {"float32": (torch.float32,), "half": HALF_DTYPES}
 
-_MOMENTS = {
-    "grads": _AS_GRADS,
-    "params": _AS_PARAMS,
-    "exp_avg": _FLOAT32,
-    "exp_avg_sq": _FLOAT32,
-}
-_LAMB_LISTS = dict.fromkeys(("grads", "params", "exp_avg", "exp_avg_sq"), _AS_GRADS)
+_MOMENTS = {"grads": "grads", "params": "params", "exp_avg": "float32", "exp_avg_sq": "float32"}
+_LAMB_LISTS = dict.fromkeys(("grads", "params", "exp_avg", "exp_avg_sq"), "grads")
+# The names of an operation's numbers, in their order.
 _ADAM = "lr beta1 beta2 eps step mode bias_correction weight_decay"
 _LAMB = (
     "lr beta1 beta2 eps step bias_correction weight_decay grad_averaging mode "
@@ -53,13 +41,13 @@ _LAMB = (
 )
 
 
-def _operation(names: str, *kinds: Kinds) -> Callable[..., Callable[..., None]]:
+def _operation(names: str, *types: Types) -> Callable[..., Callable[..., None]]:
     """Make ``f(noop_flag, lists, numbers)`` an operation of ``amp_C``, whose arguments lack names.
 
     A call is ``f(chunk_size, noop_flag, tensor_lists, *values)``. `names` are those of the values;
-    those ``per_tensor`` are tensors of as many elements. `kinds` are the lists: gradients,
+    those ``per_tensor`` are tensors of as many elements. `types` has the lists: gradients,
     parameters, half weights that receive these (models), a place for updates, and the states of
-    the algorithm. Others are for calls with another number of lists.
+    the algorithm. A second one is for calls with another number of lists.
     """
     name_of = names.split()
 
@@ -72,7 +60,7 @@ def _operation(names: str, *kinds: Kinds) -> Callable[..., Callable[..., None]]:
                 problem = f"got {len(values)} values after the lists of tensors"
                 raise TypeError(f"{run.__name__}: {problem}; it takes {', '.join(name_of)}.")
             numbers = dict(zip(name_of, values, strict=True))
-            lists, length = typed_rows(run.__name__, tensor_lists, *kinds), len(tensor_lists[0])
+            lists, length = typed_rows(run.__name__, tensor_lists, *types), len(tensor_lists[0])
             for name, value in numbers.items():
                 if name.startswith("per_tensor") and value.numel() != length:
                     problem = f"{name} has {value.numel()} elements for {length} tensors"
@@ -86,8 +74,8 @@ def _operation(names: str, *kinds: Kinds) -> Callable[..., Callable[..., None]]:
 
 @_operation(
     "weight_decay momentum dampening lr nesterov first_run wd_after_momentum scale",
-    {"grads": _AS_GRADS, "params": _AS_GRADS, "momentum_buffer": _AS_GRADS},
-    {"grads": _AS_GRADS, "params": _FLOAT32, "momentum_buffer": _FLOAT32, "models": _HALF},
+    dict.fromkeys(("grads", "params", "momentum_buffer"), "grads"),
+    {"grads": "grads", "params": "float32", "momentum_buffer": "float32", "models": "half"},
 )
 def multi_tensor_sgd(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """SGD on (gradients, parameters, momentum buffers[, half model weights]). Reads the flag.
@@ -135,20 +123,15 @@ def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, numbers: Numbe
 
 @_operation(
     f"{_ADAM} inv_scale",
-    {
-        "grads": _AS_GRADS,
-        "models": _AS_PARAMS,
-        "exp_avg": _FLOAT32,
-        "exp_avg_sq": _FLOAT32,
-        "params": _FLOAT32,
-    },
+    {"grads": "grads", "models": "models"}
+    | dict.fromkeys(("exp_avg", "exp_avg_sq", "params"), "float32"),
 )
 def multi_tensor_adam_capturable_master(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """The same on float32 masters, the fifth list; the parameters become what these round to."""
     inspect.unwrap(multi_tensor_adam_capturable)(noop_flag, lists, numbers)
 
 
-@_operation("lr eps mode weight_decay", {"grads": _AS_GRADS, "params": _AS_GRADS, "sum": _AS_GRADS})
+@_operation("lr eps mode weight_decay", dict.fromkeys(("grads", "params", "sum"), "grads"))
 def multi_tensor_adagrad(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """Adagrad on (gradients, parameters, sums of squares)."""
     _step("adagrad", lists, numbers)
@@ -156,7 +139,7 @@ def multi_tensor_adagrad(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> N
 
 @_operation(
     "grad_norms lr beta1 beta2 eps step bias_correction weight_decay grad_averaging mode norm_type",
-    {"grads": _AS_GRADS, "params": _AS_GRADS, "exp_avg": _AS_GRADS},
+    dict.fromkeys(("grads", "params", "exp_avg"), "grads"),
 )
 def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """NovoGrad on (gradients, parameters, exp_avg). Sets the flag for gradients not finite.
@@ -186,13 +169,9 @@ def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None
 @_operation(
     f"{_LAMB} use_nvlamb found_inf inv_scale",
     _LAMB_LISTS,
-    {
-        "grads": _AS_GRADS,
-        "params": _FLOAT32,
-        "exp_avg": _FLOAT32,
-        "exp_avg_sq": _FLOAT32,
-        "models": _AS_PARAMS,
-    },
+    {"grads": "grads"}
+    | dict.fromkeys(("params", "exp_avg", "exp_avg_sq"), "float32")
+    | {"models": "models"},
 )
 def multi_tensor_lamb_mp(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """:func:`multi_tensor_lamb` with numbers on the device and, as a fifth list, half weights.
@@ -206,13 +185,9 @@ def multi_tensor_lamb_mp(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> N
 
 @_operation(
     "per_tensor_decay step beta1 beta2 eps global_grad_norm max_grad_norm",
-    {
-        "grads": _AS_GRADS,
-        "params": _AS_PARAMS,
-        "exp_avg": _AS_PARAMS,
-        "exp_avg_sq": _AS_PARAMS,
-        "updates": _AS_UPDATES,
-    },
+    {"grads": "grads"}
+    | dict.fromkeys(("params", "exp_avg", "exp_avg_sq"), "params")
+    | {"updates": "updates"},
 )
 def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """LAMB's update, on (gradients, parameters, exp_avg, exp_avg_sq, updates).
@@ -233,7 +208,7 @@ def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, numbers: Numb
 
 @_operation(
     "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb",
-    {"params": _AS_PARAMS, "grads": _AS_GRADS},
+    {"params": "params", "grads": "grads"},
 )
 def multi_tensor_lamb_stage2_cuda(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """LAMB's step, on (parameters, updates), by the ratios of the norms."""
@@ -359,21 +334,20 @@ def without_integers(run: Callable[..., Any], *lists: list[Tensor]) -> list[list
     return [[t for t, i in zip(each, is_integer, strict=True) if not i] for each in lists]
 
 
-def typed_rows(name: str, lists: TensorLists, *kinds: Kinds) -> Lists:
-    """The rows of `lists` by the names, and of the types, of the one of `kinds` with as many."""
-    chosen = next((each for each in kinds if len(each) == len(lists)), kinds[0])
+def typed_rows(name: str, lists: TensorLists, *types: Types) -> Lists:
+    """The rows of `lists` by the names, and of the types, of the one of `types` with as many."""
+    chosen = next((each for each in types if len(each) == len(lists)), types[0])
     columns = rows(name, lists, len(chosen))
     for i, row in enumerate(zip(*columns, strict=True)):
-        seen: dict[str, tuple[torch.dtype, ...]] = {}  # what the first list of each name has
-        for k, (types, tensor) in enumerate(zip(chosen.values(), row, strict=True)):
-            allowed = seen.get(types.of, types.allowed)
-            if tensor.dtype not in allowed:
+        allowed = dict(_ALLOWED)  # and from the first tensor of a list on, its type
+        for k, (same_as, tensor) in enumerate(zip(chosen.values(), row, strict=True)):
+            if tensor.dtype not in allowed.get(same_as, FLOAT_DTYPES):
+                expected = " or ".join(map(str, allowed.get(same_as, FLOAT_DTYPES)))
                 raise RuntimeError(
-                    f"{name}: tensor {i} of list {k} is {tensor.dtype}; it must be "
-                    f"{' or '.join(map(str, allowed))}, as list 0 has {row[0].dtype} there."
+                    f"{name}: tensor {i} of list {k} is {tensor.dtype}; it must be {expected}, "
+                    f"as list 0 has {row[0].dtype} there."
                 )
-            if types.of:
-                seen[types.of] = (tensor.dtype,)
+            allowed.setdefault(same_as, (tensor.dtype,))
     return dict(zip(chosen, columns, strict=True))
 
 

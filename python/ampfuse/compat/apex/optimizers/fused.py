@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from ampfuse import optim
 from ampfuse.compat.apex import amp_C
-from ampfuse.compat.apex.contrib.clip_grad import clip_grad_norm_
+from ampfuse.compat.apex.optimizers import of_2019
 from ampfuse.optim.base import under_grad_scaler
 from ampfuse.optim.fused import FusedOptimizer, is_fused
 from ampfuse.optim.masters import MASTERS
 from ampfuse.optim.param_groups import parameters
 from ampfuse.torch_utils import HALF_DTYPES
 
-_GIVEN_UP = ("grads", "output_params", "scale", "grad_norms")  # arguments of a step
+_RENAMED = dict.fromkeys(("adam_w_mode", "adagrad_w_mode"), "decoupled_weight_decay")
 # Options for which apex takes any value.
 _FLAGS = frozenset(
     "decoupled_weight_decay bias_correction grad_averaging init_zero reg_inside_moment "
@@ -48,23 +48,23 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
     _copied = (
         *FusedOptimizer._copied,
         *"set_grad_none capturable materialize_master_grads most_recent_scale".split(),
-        *"scale_set_by_backward _first_step _reduced_precision_dtype _of_2019".split(),
+        *"scale_set_by_backward steps_as_in_2019 _first_step _reduced_precision_dtype".split(),
     )
 
     # Options of ours that groups have, and our constructors do not.
     _in_groups: tuple[str, ...] = ()
 
-    def construct(
-        self, params: Any, *, amsgrad: Any = False, set_grad_none: bool = True, **options: Any
-    ) -> None:
-        """Run our constructor with `options`; `amsgrad` is a RuntimeError."""
-        if amsgrad:
+    def construct(self, arguments: dict[str, Any]) -> None:
+        """Run our constructor, given the ``locals()`` of apex's; `amsgrad` is a RuntimeError."""
+        options = {_RENAMED.get(name, name): value for name, value in arguments.items()}
+        del options["self"]
+        if options.pop("amsgrad", False):
             name = type(self).__name__
             raise RuntimeError(f"{name} does not support AMSGrad; ampfuse.optim.Adam does.")
-        self.set_grad_none = set_grad_none
+        self.set_grad_none = options.pop("set_grad_none", True)
         options |= {name: bool(options[name]) for name in _FLAGS & options.keys()}
         in_groups = {name: options.pop(name) for name in self._in_groups}
-        super().__init__(params, **options)
+        super().__init__(**options)
         for name, value in in_groups.items():
             self.set_in_groups(name, value)
 
@@ -170,8 +170,7 @@ class FusedAdagrad(ApexOptimizer, optim.Adagrad):
         self, params: Any, lr: Any = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
         set_grad_none: bool = True, adagrad_w_mode: Any = False,
     ) -> None:  # fmt: skip
-        options = {"weight_decay": weight_decay, "decoupled_weight_decay": adagrad_w_mode}
-        self.construct(params, set_grad_none=set_grad_none, lr=lr, eps=eps, **options)
+        self.construct(locals())
 
 
 class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
@@ -195,7 +194,7 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
         master_weights: Any = False, *, eps_inside_sqrt: Any = None, max_grad_norm: Any = None,
         use_mt: Any = None, amp_scale_adjustment: Any = None,
     ) -> None:  # fmt: skip
-        self.capturable = capturable
+        options, self.capturable = locals(), capturable
         if master_weights and not capturable:
             raise RuntimeError("FusedAdam supports master_weights=True only with capturable=True.")
         if eps_inside_sqrt:
@@ -203,72 +202,38 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
                 "FusedAdam only adds eps outside of the square root, as torch does. Use "
                 "fused_adam_cuda.adam with eps_mode=0."
             )
-        of_2019 = eps_inside_sqrt, max_grad_norm, use_mt, amp_scale_adjustment
-        self._of_2019 = any(value is not None for value in of_2019)
-        options = {"weight_decay": weight_decay, "decoupled_weight_decay": adam_w_mode}
-        options |= {"amsgrad": amsgrad, "set_grad_none": set_grad_none, "betas": betas, "eps": eps}
-        options |= {"bias_correction": bias_correction, "master_weights": master_weights}
-        self.construct(params, lr=lr, **options)
-        if self._of_2019:
+        given = [options.pop(name) is not None for name in of_2019.ARGUMENTS]
+        self.steps_as_in_2019 = any(given)
+        del options["capturable"]
+        self.construct(options)
+        if self.steps_as_in_2019:
             self.set_in_groups("max_grad_norm", max_grad_norm or 0.0)
 
     _unscales_half = property(lambda self: self.capturable)
 
     def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
-        **driver: Any,
-    ) -> Any:
+        self, closure: Callable[[], Any] | None = None, grads: Any = None,
+        output_params: Any = None, scale: Any = None, grad_norms: Any = None, **driver: Any,
+    ) -> Any:  # fmt: skip
         """One step. ``step(grad_scaler=s)`` unscales, and skips on overflow, by torch's GradScaler.
 
         The arguments in the middle, which apex gave up, are a RuntimeError.
         """
-        values = grads, output_params, scale, grad_norms
-        if refused := [n for n, v in zip(_GIVEN_UP, values, strict=True) if v is not None]:
+        gone = {"grads": grads, "output_params": output_params}
+        gone |= {"scale": scale, "grad_norms": grad_norms}
+        if refused := [name for name, value in gone.items() if value is not None]:
             raise RuntimeError(
                 f"FusedAdam.step has no {', '.join(refused)}: gradients are read from .grad, and "
                 "amp or a GradScaler unscales them."
             )
         with stepped_by_grad_scaler(self, driver):
-            if not self._of_2019:
-                return super().step(closure)
-            with torch.enable_grad():
-                loss = None if closure is None else closure()
-            self._clip_groups()
-            with self._rates_of_2019():
-                super().step()
-            return loss
+            return super().step(closure)
 
-    def _clip_groups(self) -> None:
-        """Clip what goes into the next step to each group's norm."""
-        norms = [group["max_grad_norm"] for group in self.param_groups]
-        if len(norms) == 1 and norms[0] > 0:
-            self.clip_once = float(norms[0])  # without a pass of its own
-            return
-        scale = self.__dict__.get("grad_scale")
-        for group, norm in zip(self.param_groups, norms, strict=True):
-            if norm > 0:
-                clip_grad_norm_(group["params"], norm if scale is None else norm * scale)
-
-    @contextlib.contextmanager
-    def _rates_of_2019(self) -> Iterator[None]:
-        """The moments' corrections are a factor of the rate, and so of the weight decay."""
-        rates = [(g["lr"], g["bias_correction"]) for g in self.param_groups]
-        counts = self.ensure_bound().steps().split([len(g["params"]) for g in self.param_groups])
-        try:
-            for group, count in zip(self.param_groups, counts, strict=True):
-                if group["bias_correction"] and len(count):
-                    left = [1 - beta ** (count.amax().double() + 1) for beta in group["betas"]]
-                    group["lr"] = (group["lr"] * left[1].sqrt() / left[0]).float()
-                    group["bias_correction"] = False
-            yield
-        finally:
-            for group, (lr, corrects) in zip(self.param_groups, rates, strict=True):
-                group.update(lr=lr, bias_correction=corrects)
+    def _collect(self) -> Any:
+        if not self.steps_as_in_2019:
+            return super()._collect()
+        with of_2019.clipped_and_with_other_rates(self):
+            return super()._collect()
 
 
 class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
@@ -290,11 +255,10 @@ class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
         params = list(params)
         if lr is None and not all(isinstance(g, dict) and "lr" in g for g in params):
             raise ValueError("FusedSGD needs a learning rate: pass lr.")
-        options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        options |= {"nesterov": nesterov, "wd_after_momentum": wd_after_momentum}
-        lr = 0.0 if lr is None else lr
-        self.construct(params, set_grad_none=set_grad_none, lr=lr, **options)
         self.materialize_master_grads = materialize_master_grads
+        lr = 0.0 if lr is None else lr
+        del materialize_master_grads  # our constructor has the others
+        self.construct(locals())
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
@@ -331,13 +295,10 @@ class FusedLAMB(ApexOptimizer, optim.LAMB):
         adam_w_mode: Any = True, grad_averaging: Any = True, set_grad_none: bool = True,
         max_grad_norm: float | None = 1.0, use_nvlamb: Any = False,
     ) -> None:  # fmt: skip
+        options, is_unclipped = locals(), max_grad_norm in (None, math.inf)
         # The least of numbers in place of 0: it is 0 in FP32, which gradients are multiplied in.
-        is_unclipped = max_grad_norm in (None, math.inf)
-        norm = None if is_unclipped else max_grad_norm or sys.float_info.min
-        options = {"weight_decay": weight_decay, "decoupled_weight_decay": adam_w_mode}
-        options |= {"amsgrad": amsgrad, "set_grad_none": set_grad_none, "betas": betas, "eps": eps}
-        options |= {"bias_correction": bias_correction, "grad_averaging": grad_averaging}
-        self.construct(params, lr=lr, max_grad_norm=norm, use_nvlamb=use_nvlamb, **options)
+        options["max_grad_norm"] = None if is_unclipped else max_grad_norm or sys.float_info.min
+        self.construct(options)
         # As in apex, groups have the norm that was asked for. A step reads that of the optimizer.
         self.set_in_groups("max_grad_norm", max_grad_norm)
 
@@ -394,11 +355,7 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
         if norm_type not in (0, 2):
             problem = f"norm_type must be 0 (maximum) or 2, not {norm_type}"
             raise RuntimeError(f"FusedNovoGrad: {problem}")
-        options = {"bias_correction": bias_correction, "betas": betas, "eps": eps}
-        options |= {"weight_decay": weight_decay, "amsgrad": amsgrad, "norm_type": norm_type}
-        options |= {"reg_inside_moment": reg_inside_moment, "grad_averaging": grad_averaging}
-        options |= {"init_zero": init_zero, "set_grad_none": set_grad_none}
-        self.construct(params, lr=lr, **options)
+        self.construct(locals())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's and ampfuse's state dicts; ValueError for norms of other parameters.

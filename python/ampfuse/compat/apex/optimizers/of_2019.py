@@ -1,9 +1,13 @@
-"""``FP16_Optimizer`` of ``apex.optimizers`` in 2018, of ``apex.contrib.optimizers`` since."""
+"""What apex's optimizers of 2018 and 2019 did otherwise: FusedAdam's step, and FP16_Optimizer.
+
+``apex.optimizers`` had them first, ``apex.contrib.optimizers`` since.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,10 +15,48 @@ from torch import Tensor
 
 from ampfuse.compat.apex import fp16_utils
 from ampfuse.compat.apex.amp.scaler import LossScaler
+from ampfuse.compat.apex.contrib.clip_grad import clip_grad_norm_
+
+# Arguments of FusedAdam's constructor; any of them makes it step as then.
+ARGUMENTS = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
+
+
+@contextlib.contextmanager
+def clipped_and_with_other_rates(adam: Any) -> Iterator[None]:
+    """In the block a step of `adam` begins as FusedAdam's of 2019 did.
+
+    The gradients of each group are clipped to its L2 norm `max_grad_norm`, unless that is 0. The
+    corrections of the moments are a factor of the rate, and so of the weight decay.
+    """
+    groups = adam.param_groups
+    _clip_each_group(adam)
+    rates = [(group["lr"], group["bias_correction"]) for group in groups]
+    counts = adam.ensure_bound().steps().split([len(group["params"]) for group in groups])
+    try:
+        for group, count in zip(groups, counts, strict=True):
+            if group["bias_correction"] and len(count):
+                left = [1 - beta ** (count.amax().double() + 1) for beta in group["betas"]]
+                group["lr"] = (group["lr"] * left[1].sqrt() / left[0]).float()
+                group["bias_correction"] = False
+        yield
+    finally:
+        for group, (lr, corrects) in zip(groups, rates, strict=True):
+            group.update(lr=lr, bias_correction=corrects)
+
+
+def _clip_each_group(adam: Any) -> None:
+    norms = [group["max_grad_norm"] for group in adam.param_groups]
+    if len(norms) == 1 and norms[0] > 0:
+        adam.clip_once = float(norms[0])  # without a pass of its own
+        return
+    scale = adam.__dict__.get("grad_scale")
+    for group, norm in zip(adam.param_groups, norms, strict=True):
+        if norm > 0:
+            clip_grad_norm_(group["params"], norm if scale is None else norm * scale)
 
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
-    """:class:`apex.fp16_utils.FP16_Optimizer` with other defaults, around any optimizer.
+    """:class:`apex.fp16_utils.FP16_Optimizer` with the defaults of then, around any optimizer.
 
     A dynamic scale, ``cur_scale``, grows after 1000 clean passes and stays above 1. An overflow of
     a static one skips the step too. ``zero_grad`` drops gradients. A user-defined step that takes
