@@ -24,61 +24,35 @@ def deprecated_warning(msg: str) -> None:
     warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=2)
 
 
-for _name in (
-    "amp",
-    "amp_C",
-    "apex_C",
-    "contrib",
-    "fp16_utils",
-    "fused_adam_cuda",
-    "mlp",
-    "multi_tensor_apply",
-    "normalization",
-    "optimizers",
-    "parallel",
-    "reparameterization",
-):
+_PARTS = (
+    "amp amp_C apex_C contrib fp16_utils fused_adam_cuda mlp multi_tensor_apply normalization "
+    "optimizers parallel reparameterization"
+)
+for _name in _PARTS.split():
     importlib.import_module(f"{__name__}.{_name}")
 
-# Our modules that have the contents of apex's with these names.
-_NAMES = {
-    "amp": ["amp.amp"],
-    "amp.handle": ["amp.legacy", "amp.opt", "amp.overflow_report"],
-    "contrib.clip_grad": ["contrib.clip_grad.clip_grad"],
-    "contrib.optimizers": [
-        "contrib.optimizers.fp16_optimizer",
-        "contrib.optimizers.fused_adam",
-        "contrib.optimizers.fused_lamb",
-        "contrib.optimizers.fused_sgd",
-    ],
-    "contrib.xentropy": ["contrib.xentropy.softmax_xentropy"],
-    "fp16_utils": ["fp16_utils.fp16util", "fp16_utils.loss_scaler"],
-    "mlp": ["mlp.mlp"],
-    "multi_tensor_apply": ["multi_tensor_apply.multi_tensor_apply"],
-    "normalization": ["normalization.fused_layer_norm"],
-    "optimizers.fused": [
-        "optimizers.fused_adagrad",
-        "optimizers.fused_adam",
-        "optimizers.fused_lamb",
-        "optimizers.fused_mixed_precision_lamb",
-        "optimizers.fused_novograd",
-        "optimizers.fused_sgd",
-    ],
-    "parallel": [
-        "parallel.distributed",
-        "parallel.optimized_sync_batchnorm",
-        "parallel.sync_batchnorm",
-    ],
-    "reparameterization": [
-        "reparameterization.reparameterization",
-        "reparameterization.weight_norm",
-    ],
+# Where apex has a module in a package, our modules, and the names of apex's in that package whose
+# contents they have.
+_ALIASES = {
+    "amp": ("amp", "amp"),
+    "amp.handle": ("amp", "legacy opt overflow_report"),
+    "contrib.clip_grad": ("contrib.clip_grad", "clip_grad"),
+    "contrib.optimizers": ("contrib.optimizers", "fp16_optimizer fused_adam fused_lamb fused_sgd"),
+    "contrib.xentropy": ("contrib.xentropy", "softmax_xentropy"),
+    "fp16_utils": ("fp16_utils", "fp16util loss_scaler"),
+    "mlp": ("mlp", "mlp"),
+    "multi_tensor_apply": ("multi_tensor_apply", "multi_tensor_apply"),
+    "normalization": ("normalization", "fused_layer_norm"),
+    "optimizers.fused": (
+        "optimizers",
+        "fused_adagrad fused_adam fused_lamb fused_mixed_precision_lamb fused_novograd fused_sgd",
+    ),
+    "parallel": ("parallel", "distributed optimized_sync_batchnorm sync_batchnorm"),
+    "reparameterization": ("reparameterization", "reparameterization weight_norm"),
 }
-for _here, _names in _NAMES.items():
-    _module = sys.modules[f"{__name__}.{_here}"]
-    for _name in _names:
-        _package, _, _last = f"{__name__}.{_name}".rpartition(".")
-        _parent = sys.modules[_package]
-        vars(_parent).setdefault("__path__", [])  # a package's: Python asks for modules in it
-        vars(_parent).setdefault(_last, _module)
-        sys.modules[f"{_package}.{_last}"] = _module
+for _ours, (_package, _names) in _ALIASES.items():
+    _module, _parent = (sys.modules[f"{__name__}.{_name}"] for _name in (_ours, _package))
+    vars(_parent).setdefault("__path__", [])  # a package's: Python asks for modules in it
+    for _name in _names.split():
+        vars(_parent).setdefault(_name, _module)
+        sys.modules[f"{__name__}.{_package}.{_name}"] = _module

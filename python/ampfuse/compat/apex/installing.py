@@ -88,8 +88,8 @@ def take_names() -> ModuleType:
 
 def uninstall() -> None:
     """Undo :func:`install`, but for who has imported the modules; old pickles are refused again."""
-    for name in _modules():
-        if getattr(sys.modules.get(name), "__name__", "").startswith(_HERE):
+    for name, module in _modules().items():
+        if sys.modules.get(name) is module:
             del sys.modules[name]
     if LEFT_OUT in sys.meta_path:
         sys.meta_path.remove(LEFT_OUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.compat.apex.apex_C import flatten, unflatten
-from ampfuse.compat.apex.parallel import LARC
 from ampfuse.compat.apex.parallel.sync_batch_norm import sync_normalize
+from ampfuse.optim import larc as LARC
+
+# apex.parallel.LARC is a module, and the class in it is ampfuse's own.
+sys.modules[f"{__name__}.LARC"] = LARC
 
 # apex leaves each process its own running statistics. torch 2.14 has a new name for that.
 _NAMES = inspect.signature(nn.parallel.DistributedDataParallel).parameters
