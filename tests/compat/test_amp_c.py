@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
-from amp_c_calls import OPERATIONS, arguments, call
 from ampfuse.compat.apex import amp_C
 from ampfuse.compat.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+from apex_cases import OPERATIONS, arguments, call
 from cases import bf16, f16, f32, f64
 
 CHUNKS = (65536, 333, 33333)

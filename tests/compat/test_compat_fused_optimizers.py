@@ -15,13 +15,18 @@ from ampfuse import optim
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, optimizers
 from ampfuse.optim.fused import is_fused
-from apex_formulas import adagrad, adam, clipped_adam_of_2019, lamb, novograd, sgd
-from apex_optimizers import (
+from apex_cases import (
+    adagrad,
+    adam,
     assert_close,
     assert_equal,
+    clipped_adam_of_2019,
     copies_of,
     give_gradients,
     gradients,
+    lamb,
+    novograd,
+    sgd,
     start,
     started,
     take_steps,

@@ -17,7 +17,7 @@ from ampfuse.compat.apex import amp, amp_C, optimizers
 from ampfuse.compat.apex.multi_tensor_apply import multi_tensor_applier
 from ampfuse.compat.apex.parallel.LARC import LARC
 from ampfuse.optim.fused import FusedOptimizer, is_fused
-from apex_optimizers import (
+from apex_cases import (
     assert_close,
     assert_equal,
     copies_of,
