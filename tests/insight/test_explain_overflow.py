@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import ampfuse
@@ -454,6 +455,18 @@ def test_a_factor_of_a_part_of_the_loss_is_no_loss_scale(factor, operation, scal
     assert cause.suggestion in str(cause)
 
 
+def test_modules_without_parameters_yet_and_transforms_of_functions():
+    model = nn.Sequential(nn.LazyLinear(4), planted(lambda x: x * 300 * 300))
+    model[1][1].weight = nn.Parameter(torch.full((4,), 1e-3).half())
+    with amp.explain_overflow(model) as watch, torch.autocast("cpu", dtype=torch.float16):
+        (model(ones()).float().sum() * 100).backward()
+    assert (watch.explanation.phase, watch.explanation.module) == ("backward", "1.1")
+    model = mlp()
+    with amp.explain_overflow(model) as watch:
+        torch.func.grad(lambda x: torch.func.functional_call(model, {}, (x * INF,)).sum())(ones())
+    assert watch.explanation.operation == "mul"
+
+
 def test_complex_factors_are_no_loss_scales():
     with amp.explain_overflow(planted(torch.exp)) as watch:
         for factor in (2j, torch.tensor(2j)):
@@ -652,8 +665,11 @@ def test_what_does_not_tell_of_skipped_steps():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"SGD does not report skipped steps\. Pass the Grad"):
         amp.explain_overflow(model, optimizer, after=3)
-    with pytest.raises(ValueError, match="after must be at least 1, got 0"):
-        amp.explain_overflow(model, optimizer, after=0)
+    for after in (0, 1.5, "3"):
+        with pytest.raises(ValueError, match=f"after must be .* at least 1, got {after!r}"):
+            amp.explain_overflow(model, optimizer, after=after)
+    with pytest.raises(TypeError, match="model must be a module, not list"):
+        amp.explain_overflow([model])
 
 
 def test_counts_on_a_device_are_not_waited_for(monkeypatch):
@@ -699,9 +715,32 @@ def explain_an_overflow():
     return {name: getattr(cause, name) for name in names} | {"text": str(cause), "then": then}
 
 
+def explain_sharded():
+    """FSDP2's parameters are DTensors, and others while the model runs."""
+    explanations = []
+    for function, lr in (((lambda x: x * 300 * 300), 0.0), (torch.clone, 1e38)):
+        model = nn.Sequential(nn.Linear(8, 8), Op(function))
+        for part in (*model, model):
+            fully_shard(part)
+        if not lr:
+            model.half()
+        optimizer = optim.SGD(model.parameters(), lr=lr)
+        with insight.explain_overflow(model) as watch:
+            (model(ones(1e-3).to(model[0].weight.dtype)).float().sum() * 100).backward()
+            optimizer.step()
+        cause = watch.explanation
+        explanations.append([cause.phase, cause.module, cause.operation, cause.tensor])
+    return explanations
+
+
 def test_one_rank_of_two(tmp_path):
     """Modules have the names that they have without DistributedDataParallel."""
-    by_rank = in_two_processes(tmp_path, explain_an_overflow)
+    by_rank = in_two_processes(tmp_path, explain_an_overflow, explain_sharded)
+    for each in by_rank:
+        assert each["explain_sharded"] == [
+            ["backward", "1", "mul", "output"],
+            ["step", "0", "step", "bias"],
+        ]
     first, second = (each["explain_an_overflow"] for each in by_rank)
     assert (second["phase"], second["module"], second["operation"]) == ("forward", "1", "exp")
     assert first["phase"] == "another process"

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from ampfuse import pytree
 from ampfuse.amp.float32_output import Float32Output
+from ampfuse.optim.sharding import local
 from ampfuse.torch_utils import HALF_DTYPES, disable_current_modes
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -194,13 +196,16 @@ def _is_written(argument: Any) -> bool:
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether the values of `tensor` can be read, and inf or NaN can be among them."""
+    if is_functorch_wrapped_tensor(tensor):  # what it wraps is dispatched too
+        return False
+    tensor = local(tensor)
     ordinary = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
     return ordinary and tensor.is_floating_point() and tensor.numel() > 0 and not tensor.is_meta
 
 
 def address(tensor: Tensor) -> int:
     """Where the memory of `tensor` begins; views have that of the tensor they view."""
-    data = tensor.data_in_memory if isinstance(tensor, Float32Output) else tensor
+    data = tensor.data_in_memory if isinstance(tensor, Float32Output) else local(tensor)
     return data.untyped_storage().data_ptr()
 
 
@@ -221,7 +226,7 @@ def _magnitude(tensor: Tensor) -> float:
 def _range(tensor: Tensor) -> tuple[float, float]:
     """The smallest and the largest value; NaN if one is NaN."""
     with torch.no_grad(), disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
-        tensor = tensor.detach()
+        tensor = local(tensor).detach()
         if tensor.itemsize < 2:
             tensor = tensor.float()
         low, high = torch.stack(torch.aminmax(tensor)).tolist()

@@ -50,15 +50,17 @@ def explain_overflow(
         after: how many skipped steps in a row it takes.
 
     Raises:
-        TypeError: with `after`, an optimizer that does not report skipped steps.
-        ValueError: `after` is not positive.
+        TypeError: no module; with `after`, an optimizer that does not report skipped steps.
+        ValueError: `after` is no positive integer.
 
     Kernels that torch does not dispatch (Triton's, CUDA graphs) are seen by their results only.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a module, not {type(model).__name__}.")
     watch = OverflowWatch(model)
     if after is not None:
-        if not after >= 1:
-            raise ValueError(f"after must be at least 1, got {after}.")
+        if not (isinstance(after, int) and after >= 1):
+            raise ValueError(f"after must be an integer and at least 1, got {after!r}.")
         watch._arm(optimizer, after)
     return watch
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ampfuse import pytree
@@ -37,6 +38,7 @@ from ampfuse.insight.operations import (
     scaler_frame,
 )
 from ampfuse.optim.masters import gradient_as_it_is
+from ampfuse.optim.sharding import local
 from ampfuse.torch_utils import eager_module
 
 _UNSEEN = "an operation that torch does not show"
@@ -60,6 +62,7 @@ class Tracker(TorchDispatchMode):
         self._made_by: dict[int, nn.Module] = {}
         self._parameters: list[tuple[nn.Module, str, Tensor, int]] = []  # with their versions
         self._forward_sites: dict[int, CallSite] = {}  # by sequence number of the autograd node
+        self._hooked: set[int] = set()  # parameters, by id
         self._saw_backward = False
         self._has_ended = False
         self._at_exit = contextlib.ExitStack()
@@ -88,11 +91,12 @@ class Tracker(TorchDispatchMode):
                 self.on_exit(hook.remove)
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             for name, tensor in own:
+                if is_lazy(tensor):
+                    continue
                 self._state[address(tensor)] = module, name
                 if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                    self._parameters.append((module, name, tensor, tensor._version))
-                    look = functools.partial(self._look_at_gradient, module, name)
-                    self.on_exit(tensor.register_hook(look).remove)
+                    self._parameters.append((module, name, tensor, local(tensor)._version))
+            self._hook_parameters(module)
             self._look_at_statistics(module, "weights")
         super().__enter__()
         return self
@@ -113,6 +117,7 @@ class Tracker(TorchDispatchMode):
 
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The forward of `module` is called. The data comes in with the outermost one."""
+        self._hook_parameters(module)  # FSDP2's and lazy ones may be there only now
         if self._is_outside():
             for name, tensor in _named_tensors(module, args, kwargs):
                 kind = kind_of(tensor)
@@ -158,6 +163,15 @@ class Tracker(TorchDispatchMode):
 
     # --- parameters and their gradients -----------------------------------------------------------
 
+    def _hook_parameters(self, module: nn.Module) -> None:
+        """Have the gradients of the module's own parameters looked at."""
+        for name, parameter in module.named_parameters(recurse=False):
+            hooked = id(parameter) in self._hooked or is_lazy(parameter)
+            if parameter.requires_grad and not hooked:
+                self._hooked.add(id(parameter))
+                look = functools.partial(self._look_at_gradient, module, name)
+                self.on_exit(parameter.register_hook(look).remove)
+
     def _look_at_gradient(self, module: nn.Module, name: str, gradient: Tensor) -> None:
         """A hook of the parameter `name` of `module`."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -187,7 +201,7 @@ class Tracker(TorchDispatchMode):
         """An origin in a parameter: it had it before the step, or got it by the update."""
         for module, name, parameter, version in self._parameters:
             if (kind := kind_of(parameter)) is not None:
-                phase = "weights" if parameter._version == version else "step"
+                phase = "weights" if local(parameter)._version == version else "step"
                 return {self._record(phase, self._site_of(module, phase), parameter, kind, name)}
         return set()
 
