@@ -298,6 +298,15 @@ def test_a_grad_scaler_unscales_and_skips(name, by, clips):
     assert all(state.get("step", 2) == 2 for state in optimizer.state.values())
 
 
+def test_a_grad_scaler_that_is_disabled_does_nothing():
+    optimizer, ps, reference, twins = pair("apex's FusedAdam")
+    for each, those in ((optimizer, ps), (reference, twins)):
+        give_gradients(those, 1)
+    optimizer.step(grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    reference.step()
+    assert_equal(ps, twins)
+
+
 def test_larc_around_it():
     optimizer, ps, reference, twins = pair("FusedSGD")
     for each, those in ((optimizer, ps), (reference, twins)):

@@ -275,6 +275,8 @@ def test_lists_and_attributes():
     with pytest.raises(RuntimeError, match="state_dict"):
         pickle.dumps(optimizer)
     assert not hasattr(FP16_Optimizer.__new__(FP16_Optimizer), "state")  # and no recursion
+    with pytest.raises(TypeError, match="takes the optimizer, not Linear"):
+        FP16_Optimizer(nn.Linear(1, 1))
     with pytest.raises(TypeError, match="float64"):
         FP16_Optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1, dtype=f64))], lr=1.0))
     extra = nn.Parameter(torch.ones(2, dtype=f16))

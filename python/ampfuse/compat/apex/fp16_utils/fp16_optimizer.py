@@ -19,7 +19,7 @@ from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.apex_C import unflatten
 from ampfuse.optim import upgrade
 from ampfuse.optim.masters import MasterParameter
-from ampfuse.optim.param_groups import parameters
+from ampfuse.optim.param_groups import check_optimizer, parameters
 from ampfuse.torch_utils import FLOAT_DTYPES, HALF_DTYPES
 
 
@@ -55,6 +55,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         dynamic_loss_args: dict[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
+        check_optimizer(init_optimizer, "FP16_Optimizer(optimizer)")
         inner, options = init_optimizer, (dynamic_loss_scale and dynamic_loss_args) or {}
         for param in parameters(inner):
             if param.requires_grad and param.dtype not in FLOAT_DTYPES:

@@ -148,7 +148,7 @@ def stepped_by_grad_scaler(
     if driver:
         name = type(optimizer).__name__
         raise TypeError(f"{name}.step got an unexpected argument {next(iter(driver))!r}")
-    if grad_scaler is None:
+    if grad_scaler is None or not grad_scaler.is_enabled():
         return contextlib.nullcontext()
     flags = grad_scaler._check_inf_per_device(optimizer).values()
     found_inf = sum(flag.reshape(()) for flag in flags)  # 0 if the scaler saw no gradient
