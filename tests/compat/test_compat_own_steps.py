@@ -300,7 +300,7 @@ def test_a_grad_scaler_unscales_and_skips(name, by, clips):
 
 def test_a_grad_scaler_that_is_disabled_does_nothing():
     optimizer, ps, reference, twins = pair("apex's FusedAdam")
-    for each, those in ((optimizer, ps), (reference, twins)):
+    for those in (ps, twins):
         give_gradients(those, 1)
     optimizer.step(grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
     reference.step()

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import ampfuse
 from ampfuse import amp, insight, optim
 from ampfuse.insight.operations import callers
-from ampfuse.insight.overflow import _SkipsInARow
+from ampfuse.insight.overflow import SkipsInARow, call_after_updates
 from ampfuse.insight.tracker import Origins
 from ampfuse.torch_utils import Sample
 from programs import in_two_processes
@@ -571,17 +571,26 @@ def test_armed(kind, caplog):
     assert "update" not in vars(loop.scaler or loop)
 
 
+def test_a_scaler_that_is_disabled_skips_nothing():
+    loop = Loop(mlp(), **LOOPS["torch.amp"])
+    loop.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    watch = amp.explain_overflow(loop.model, loop.scaler, after=1)
+    loop.step(*batch())
+    watch.remove()
+    assert watch.explanation is None
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_watches_of_one_scaler_are_removed_in_any_order(first):
     loop = Loop(mlp(), **LOOPS["torch.amp"])
     told = []
-    watches = [amp.explain_overflow(loop.model, loop.scaler, after=1) for _ in range(2)]
-    for place, watch in enumerate(watches):
-        watch._after_step = lambda flag, place=place: told.append(place)
-    loop.step(*batch())
-    watches[first].remove()
-    loop.step(*batch())
-    watches[1 - first].remove()
+    ends = [
+        call_after_updates(loop.scaler, lambda skipped, place=place: told.append(place))
+        for place in range(2)
+    ]
+    for place in (first, 1 - first):
+        loop.step(*batch())
+        ends[place]()
     loop.step(*batch())
     assert told == [0, 1, 1 - first]
 
@@ -685,7 +694,7 @@ def test_counts_on_a_device_are_not_waited_for(monkeypatch):
             return super().values()
 
     monkeypatch.setattr(insight.overflow, "Sample", Slow)
-    skips, told = _SkipsInARow(3), []
+    skips, told = SkipsInARow(3), []
     for step in range(40):
         if skips.are_enough(torch.tensor(float(10 <= step < 20 or step >= 30))):
             told.append(step)

@@ -8,6 +8,12 @@
 ====================  ===========================================================
 
 For where the time goes, and which level to train at, see :mod:`ampfuse.doctor`.
+
+In this folder ``meter.py``, ``memory.py`` (the report) and ``memory_plan.py`` (the plan; it counts
+with ``live_memory.py``) each have one report. The explanation of an overflow takes four files:
+``overflow.py`` watches steps, ``tracker.py`` follows inf and NaN through one, ``operations.py`` has
+what it asks of a single operation, and ``explanation.py`` the result and its suggestions.
+``reporting.py`` is shared.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -427,12 +428,11 @@ def _as_on_gpu() -> Iterator[None]:
         named = dict(zip(names, args, strict=False)) | kwargs
         return attention(**named | {"dropout_p": 0.0})
 
-    functional: Any = F
-    functional.dropout, functional.scaled_dot_product_attention = with_mask, without_probabilities
-    try:
+    with (
+        mock.patch.object(F, "dropout", with_mask),
+        mock.patch.object(F, "scaled_dot_product_attention", without_probabilities),
+    ):
         yield
-    finally:
-        functional.dropout, functional.scaled_dot_product_attention = dropout, attention
 
 
 # --- losses, and changes of a model -----------------------------------------------------------

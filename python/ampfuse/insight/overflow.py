@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,33 +104,9 @@ class OverflowWatch:
     # --- armed ------------------------------------------------------------------------------------
 
     def _arm(self, optimizer: Any, after: int) -> None:
-        self._skips = _SkipsInARow(after)
+        self._skips = SkipsInARow(after)
         if isinstance(optimizer, torch.amp.GradScaler):
-            before, update = optimizer.__dict__.get("update"), optimizer.update
-            is_armed = True
-
-            def update_and_tell(*args: Any, **kwargs: Any) -> None:
-                if not is_armed:
-                    return update(*args, **kwargs)
-                states = optimizer._per_optimizer_states.values()
-                flags = [f for s in states for f in s["found_inf_per_device"].values()]
-                here = [flag.to(flags[0].device, non_blocking=True) for flag in flags]
-                update(*args, **kwargs)
-                if here:
-                    self._after_step(torch.stack(here).amax())
-
-            def disarm() -> None:
-                nonlocal is_armed
-                is_armed = False
-                if optimizer.__dict__.get("update") is not update_and_tell:
-                    return  # another watch calls it
-                if before is None:
-                    del optimizer.__dict__["update"]
-                else:
-                    optimizer.__dict__["update"] = before
-
-            optimizer.update = update_and_tell  # type: ignore[method-assign]
-            self._armed.callback(disarm)
+            self._armed.callback(call_after_updates(optimizer, self._after_step))
             return
         tells = amp_optimizers(optimizer) if isinstance(optimizer, Optimizer) else []
         if not tells:
@@ -149,7 +126,7 @@ class OverflowWatch:
             if self.explanation is not None:
                 _log.warning("Skipped steps in a row: %d. %s", self._skips.count, self.explanation)
             elif _has_compiled() and not is_captured(skipped) and not skipped.item():
-                self._skips = _SkipsInARow(self._skips.after, since_eager=True)
+                self._skips = SkipsInARow(self._skips.after, since_eager=True)
                 return
         if not self._skips.are_enough(skipped):
             return
@@ -179,6 +156,40 @@ class OverflowWatch:
             self._skips.has_reported = False
 
 
+def call_after_updates(
+    scaler: torch.amp.GradScaler, callback: Callable[[Tensor], None]
+) -> Callable[[], None]:
+    """Have ``callback(skipped)`` called after each ``scaler.update()`` that follows a step.
+
+    `skipped` is 1 on the device if a gradient was not finite. Returns the function that ends it.
+    """
+    before, update = vars(scaler).get("update"), scaler.update
+    has_ended = not scaler.is_enabled()
+
+    def update_and_call(*args: Any, **kwargs: Any) -> None:
+        if has_ended:
+            return update(*args, **kwargs)
+        states = scaler._per_optimizer_states.values()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        here = [flag.to(flags[0].device, non_blocking=True) for flag in flags]
+        update(*args, **kwargs)
+        if here:
+            callback(torch.stack(here).amax())
+
+    def end() -> None:
+        nonlocal has_ended
+        has_ended = True
+        if vars(scaler).get("update") is not update_and_call:
+            return  # another watch was armed later, and calls this one
+        if before is None:
+            del scaler.update
+        else:
+            scaler.update = before  # type: ignore[method-assign]
+
+    scaler.update = update_and_call  # type: ignore[method-assign]
+    return end
+
+
 _ONLY_COMPILED = (
     "Skipped steps in a row: %d. Only the compiled program overflows: the step before them ran "
     "uncompiled, at a loss scale at least as high, and was finite. If it is finite with "
@@ -194,7 +205,7 @@ def _has_compiled() -> bool:
     return dynamo is not None and dynamo.utils.counters["frames"]["ok"] > 0
 
 
-class _SkipsInARow:
+class SkipsInARow:
     """Counts skipped steps in a row, on the device, without synchronization.
 
     `since_eager` says that the count began after a finite step that ran uncompiled.
