@@ -308,6 +308,16 @@ def test_float32_diverges():
     assert "lower the learning rate" in cause.suggestion
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_casts_to_float8(sign):
+    cause = explained(
+        planted(lambda x: (x * 1e5 * sign).to(torch.float8_e5m2)), ones(), dtype=torch.float32
+    )
+    assert cause.dtype == torch.float8_e5m2
+    said = "fit into float8_e5m2" if sign > 0 else "torch.finfo(torch.float8_e5m2).min"
+    assert said in cause.suggestion
+
+
 def test_nothing_to_explain():
     causal = torch.full((8, 8), -INF).triu(1)
     model = nn.Sequential(nn.Linear(8, 8), Op(lambda x: x @ x.T), nn.Linear(2, 2))

@@ -84,7 +84,26 @@ class Explanation:
     @property
     def suggestion(self) -> str:
         """The fix, in a sentence or two."""
-        return _suggestion(self)
+        if self.phase in _SUGGESTIONS:
+            return _SUGGESTIONS[self.phase]
+        if self.largest_result is not None and not self.is_beyond:
+            return _of_domain(self)
+        if self.limit > torch.finfo(torch.float16).max:
+            return (
+                f"No dtype used in training has a wider range than {dtype_name(self.dtype)}, so "
+                "the training diverges: lower the learning rate, clip gradients, check the loss "
+                "and the data."
+            )
+        if self.helps_to_lower and self.fitting_scale is not None:
+            return _of_scale(self, self.fitting_scale)
+        if self.operation == "to":
+            return _of_cast(self)
+        if self.phase == "backward":
+            return (
+                "The gradient is beyond float16 without any loss scale: compute the operation in "
+                f"FP32 (x.float()) so that its backward is, {_WIDER}."
+            )
+        return _of_operation(self)
 
     @property
     def is_beyond(self) -> bool:
@@ -118,6 +137,19 @@ _TITLES = {
     "in {self.tensor} of {self.place}, and this process made none.",
 }
 
+# Where no operation of the step made it.
+_SUGGESTIONS = {
+    "data": "Check the data and its preprocessing. No dtype and no loss scale helps.",
+    "weights": "An earlier step or the checkpoint put it there: go back to an intact checkpoint. A "
+    "dynamic loss scale (or skip_nonfinite=True) skips steps that would do this; a lower learning "
+    "rate or clipping keeps finite ones small. Or it did not fit when amp.initialize cast it to "
+    "float16: use O5 or O4, whose BF16 has FP32's range.",
+    "step": "The update left the type's range: lower the learning rate, clip gradients, and keep "
+    "FP32 masters (O2 or O5 instead of O3; master_weights=True).",
+    "another process": "Read the explanations of the other processes. If none has one, the sum of "
+    "their gradients overflowed: reduce in FP32, or lower the loss scale.",
+}
+
 _REDUCTIONS = frozenset(
     "sum mean norm linalg_vector_norm vector_norm var std var_mean std_mean prod cumsum cumprod "
     "logsumexp mse_loss l1_loss".split()
@@ -143,46 +175,6 @@ _DOMAIN = {
 # Those that need a number above 0, which float16 may have rounded to 0.
 _AT_ZERO = frozenset("div reciprocal log sqrt rsqrt pow norm linalg_vector_norm".split())
 _WIDER = "or use BF16, whose range is FP32's (O4 or O5 instead of O1 or O2)"
-
-
-def _suggestion(e: Explanation) -> str:
-    if e.phase == "data":
-        return "Check the data and its preprocessing. No dtype and no loss scale helps."
-    if e.phase == "weights":
-        return (
-            "An earlier step or the checkpoint put it there: go back to an intact checkpoint. A "
-            "dynamic loss scale (or skip_nonfinite=True) skips steps that would do this; a lower "
-            "learning rate or clipping keeps finite ones small. Or it did not fit when "
-            "amp.initialize cast it to float16: use O5 or O4, whose BF16 has FP32's range."
-        )
-    if e.phase == "step":
-        return (
-            "The update left the type's range: lower the learning rate, clip gradients, and keep "
-            "FP32 masters (O2 or O5 instead of O3; master_weights=True)."
-        )
-    if e.phase == "another process":
-        return (
-            "Read the explanations of the other processes. If none has one, the sum of their "
-            "gradients overflowed: reduce in FP32, or lower the loss scale."
-        )
-    if e.largest_result is not None and not e.is_beyond:
-        return _of_domain(e)
-    if e.dtype != torch.float16:
-        return (
-            f"No dtype used in training has a wider range than {dtype_name(e.dtype)}, so the "
-            "training diverges: lower the learning rate, clip gradients, check the loss and the "
-            "data."
-        )
-    if e.helps_to_lower and e.fitting_scale is not None:
-        return _of_scale(e, e.fitting_scale)
-    if e.operation == "to":
-        return _of_cast(e)
-    if e.phase == "backward":
-        return (
-            "The gradient is beyond float16 without any loss scale: compute the operation in FP32 "
-            f"(x.float()) so that its backward is, {_WIDER}."
-        )
-    return _of_operation(e)
 
 
 def _of_domain(e: Explanation) -> str:
@@ -221,13 +213,14 @@ def _of_scale(e: Explanation, fitting: float) -> str:
 
 
 def _of_cast(e: Explanation) -> str:
+    name = dtype_name(e.dtype)
     if e.kind == "-inf":
         return (
-            "A cast to float16 turned a finite number into -inf. If this is a mask, fill it with "
-            "torch.finfo(torch.float16).min instead of -1e9, and do not hide a whole row; if not, "
+            f"A cast to {name} turned a finite number into -inf. If this is a mask, fill it with "
+            f"torch.finfo(torch.{name}).min instead of -1e9, and do not hide a whole row; if not, "
             f"keep the values in FP32, {_WIDER}."
         )
-    return f"These values do not fit into float16: normalize them, keep them in FP32, {_WIDER}."
+    return f"These values do not fit into {name}: normalize them, keep them in FP32, {_WIDER}."
 
 
 def _of_operation(e: Explanation) -> str:

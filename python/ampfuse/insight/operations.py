@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ampfuse import pytree
 from ampfuse.amp.float32_output import Float32Output
 from ampfuse.optim.sharding import local
-from ampfuse.torch_utils import HALF_DTYPES, disable_current_modes
+from ampfuse.torch_utils import disable_current_modes
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _AMPFUSE = os.path.dirname(os.path.dirname(__file__))
@@ -169,14 +169,17 @@ class Operation:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if func.namespace not in ("aten", "ampfuse") or is_random or "out" in self.kwargs:
             return None
-        wider = dict.fromkeys(HALF_DTYPES, torch.float32)
-        if func.namespace == "aten":  # ampfuse has no float64
-            wider[torch.float32] = torch.float64
+        widest = torch.float64 if func.namespace == "aten" else torch.float32  # ampfuse has no FP64
+
+        def wider(dtype: torch.dtype) -> torch.dtype:
+            if not dtype.is_floating_point or dtype.itemsize > 4:
+                return dtype
+            return widest if dtype == torch.float32 else torch.float32
 
         def widened(item: Any) -> Any:
-            if isinstance(item, Tensor) and item.dtype in wider:
-                return item.detach().to(wider[item.dtype])
-            return wider.get(item, item) if isinstance(item, torch.dtype) else item
+            if isinstance(item, Tensor):
+                return item.detach().to(wider(item.dtype))
+            return wider(item) if isinstance(item, torch.dtype) else item
 
         args, kwargs = pytree.replace(self.args, widened), pytree.replace(self.kwargs, widened)
         try:

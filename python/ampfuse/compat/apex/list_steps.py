@@ -23,11 +23,11 @@ from ampfuse.torch_utils import FLOAT_DTYPES, HALF_DTYPES
 TensorLists = Sequence[Sequence[Tensor]]
 _FORMATS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
-
 Lists = dict[str, list[Tensor]]
 Numbers = dict[str, Any]
 # An operation's lists by name, in their order, each with the type of its tensors: "float32",
-# "half", or the name of a list that has the same type in each row. One that is as itself is free.
+# "half", or the name of the list whose type it has in each row. Lists with their own name there may
+# be of any type, and so may the first of several that have the same name.
 Types = Mapping[str, str]
 _ALLOWED = {"float32": (torch.float32,), "half": HALF_DTYPES}
 
