@@ -183,6 +183,14 @@ def test_nothing_changes():
     assert torch.equal(model[1].running_mean, statistics)
 
 
+def test_a_model_that_cannot_be_copied_has_a_report_without_activations():
+    model, optimizer = training()
+    model.lines = (line for line in ())
+    assert amp.memory_report(model, optimizer).held["weights"]
+    with pytest.raises(RuntimeError, match=r"cannot be copied\. Leave out batch"):
+        amp.memory_report(model, optimizer, torch.randn(12, 64))
+
+
 def test_sizes_and_table():
     assert [bytes_of(text) for text in ("16GB", "1.5 GiB", 7)] == [16 * 10**9, 3 * 2**29, 7]
     assert [size(count) for count in (12, 15.4e9, 2e12)] == ["12 B", "15.4 GB", "2 TB"]

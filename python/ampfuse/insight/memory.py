@@ -37,8 +37,9 @@ from ampfuse.torch_utils import eager_module
 
 # The kinds of memory, in the order of tables.
 KINDS = "weights gradients accumulators masters states average activations".split()
-# Bytes an element: of a half parameter's master, of an average.
-_MASTER, _AVERAGE = {False: 0, True: 4, "split": 2}, 4
+# Bytes per element: of the master of a half parameter, by `master_weights`; of an average.
+_MASTER_BYTES = {False: 0, True: 4, "split": 2}
+_AVERAGE_BYTES = 4
 _KIND_OF_STATE = {"master_param": "masters", "master_remainder": "masters", "ema": "average"}
 
 
@@ -67,6 +68,7 @@ def memory_report(
 
     Raises:
         TypeError, ValueError: an argument is not as above, or the optimizer is another model's.
+        RuntimeError: with `batch`, a model that cannot be copied, such as one under FSDP.
     """
     check_types(model, optimizer, "amp.memory_report(model, optimizer, batch)")
     limit = None if budget is None else bytes_of(budget)
@@ -147,13 +149,13 @@ def bytes_of(budget: Any) -> int:
     return int(number)
 
 
-# Of a parameter: the number of its states, and the `state_dtype` of its group if that has one.
-_States = tuple[int, str | None]
+# How many states a parameter has, and the `state_dtype` of its group, if that has one of its own.
+States = tuple[int, str | None]
 
 
-def states_of(optimizer: Optimizer) -> dict[Tensor, _States]:
+def states_of(optimizer: Optimizer) -> dict[Tensor, States]:
     """The states that the optimizer's kernel has for each parameter of the model."""
-    states: dict[Tensor, _States] = {}
+    states: dict[Tensor, States] = {}
     for group in optimizer.param_groups:
         algorithm = algorithm_of(optimizer, group)
         count = len(algorithm.states_in(group)) if algorithm else 0
@@ -163,7 +165,7 @@ def states_of(optimizer: Optimizer) -> dict[Tensor, _States]:
 
 
 def held_bytes(
-    model: nn.Module, states: Mapping[Tensor, _States], options: Mapping[str, Any]
+    model: nn.Module, states: Mapping[Tensor, States], options: Mapping[str, Any]
 ) -> dict[str, int]:
     """Bytes by kind, from the sizes of the tensors and the `options` of the optimizer."""
     held = dict.fromkeys(KINDS, 0)
@@ -176,9 +178,9 @@ def held_bytes(
         held["gradients"] += nbytes
         if tensor in states:
             if tensor.itemsize == 2:
-                held["masters"] += elements * _MASTER[options["master_weights"]]
+                held["masters"] += elements * _MASTER_BYTES[options["master_weights"]]
             if options.get("ema_decay"):
-                held["average"] += elements * _AVERAGE
+                held["average"] += elements * _AVERAGE_BYTES
             count, of_group = states[tensor]
             if storage in STORAGES:  # otherwise a state has the parameter's type
                 wanted = of_group or storage
@@ -225,7 +227,13 @@ def _activations(model: nn.Module, batch: Any) -> int:
         return tensor.detach()  # an output itself would keep its own graph alive
 
     # A copy on the same weights: modes, buffers and what else a forward changes are its own.
-    model = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    try:
+        model = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    except Exception as error:  # such as FSDP's
+        raise RuntimeError(
+            "The activations cannot be measured, because the model cannot be copied. Leave out "
+            f"batch. ({error})"
+        ) from error
     if not model.training:
         model.train()
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
