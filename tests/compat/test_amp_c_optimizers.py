@@ -6,34 +6,16 @@ import itertools
 import pytest
 import torch
 
+import apex_cases
 import reference
 from ampfuse.compat.apex import amp_C, fused_adam_cuda
 from ampfuse.compat.apex.multi_tensor_apply import multi_tensor_applier
-from apex_cases import (
-    BETA1,
-    BETA2,
-    EPS,
-    LR,
-    OPERATIONS,
-    SIZES,
-    WD,
-    T,
-    adagrad,
-    adam,
-    adam_of_2019,
-    arguments,
-    call,
-    flag,
-    novograd,
-    number,
-    rand,
-    rule_of,
-    sgd,
-)
+from apex_cases import BETA1, BETA2, EPS, LR, SIZES, WD, T, arguments, call, flag, number, rand
 from cases import bf16, f16, f32, f64
 
 CHUNKS = (65536, 333)
-NAMES = [n for n in OPERATIONS if n.startswith(("ada", "la", "no", "sg"))]  # of optimizers
+# Operations that are an optimizer's step.
+NAMES = [n for n in apex_cases.OPERATIONS if n.startswith(("ada", "la", "no", "sg"))]
 OPTIONS = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": WD}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TOLERANCE = {f32: 2e-6, f16: 1e-3, bf16: 8e-3}
@@ -83,7 +65,7 @@ def lamb_update(lists, k, decays, mode, bc, averaging):
     for g, p, m, v, wd in zip(*lists, decays, strict=True):
         options = {"weight_decay": wd, "adam_w_mode": mode, "bias_correction": bc}
         state = {"exp_avg": m, "exp_avg_sq": v, "step": T - 1}
-        rule = rule_of(reference.Lamb, OPTIONS | options | {"grad_averaging": averaging})
+        rule = apex_cases.rule_of(reference.Lamb, OPTIONS | options | {"grad_averaging": averaging})
         u = rule.update(p, g / k, state)
         result.append((u, state["exp_avg"], state["exp_avg_sq"]))
     return [list(column) for column in zip(*result, strict=True)]
@@ -110,7 +92,7 @@ def test_sgd(dtype, momentum, nesterov, late, first, models, device):
     decay = {"momentum": momentum, "nesterov": nesterov, "wd_after_momentum": late}
     scaled = [[g.to(f64) * 0.3 for g in lists[0]], *lists[1:]]
     expected = after(
-        sgd, scaled, ["momentum_buffer"], 1 if first else 2, dampening=dampening, **decay
+        apex_cases.sgd, scaled, ["momentum_buffer"], 1 if first else 2, dampening=dampening, **decay
     )
     if models:
         lists.append(randn(models, device))
@@ -170,7 +152,7 @@ def test_adam(name, set_flag, dtype, mode, bc, device):
         options = (number(LR, device), BETA1, BETA2, EPS, step, *more, number(0.125, device))
     else:
         options = (LR, BETA1, BETA2, EPS, T, *more)
-    expected = after(adam, start, MOMENTS, adam_w_mode=mode, bias_correction=bc)
+    expected = after(apex_cases.adam, start, MOMENTS, adam_w_mode=mode, bias_correction=bc)
     noop = flag(set_flag, device)
     call(name, noop, lists, options)
     assert_lists([lists[4] if master else lists[1], *lists[2:4]], expected)
@@ -185,7 +167,7 @@ def test_adam(name, set_flag, dtype, mode, bc, device):
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 def test_adagrad(dtype, mode, device):
     lists = [randn(dtype, device), randn(dtype, device), rand(dtype, device)]
-    expected = after(adagrad, lists, ["sum"], adagrad_w_mode=mode)
+    expected = after(apex_cases.adagrad, lists, ["sum"], adagrad_w_mode=mode)
     amp_C.multi_tensor_adagrad(333, flag(1, device), lists, LR, EPS, mode, WD)
     assert_lists(lists[1:], expected)
 
@@ -199,7 +181,7 @@ def test_novograd(dtype, mode, bc, averaging, kind, device):
     norms = torch.rand(len(SIZES), device=device) + 1
     flags = {"bias_correction": bc, "grad_averaging": averaging, "norm_type": kind}
     flags |= {"reg_inside_moment": not mode, "init_zero": True}
-    expected = after(novograd, [*lists, norms], ["exp_avg", "exp_avg_norm"], **flags)
+    expected = after(apex_cases.novograd, [*lists, norms], ["exp_avg", "exp_avg_norm"], **flags)
     noop = flag(0, device)
     options = (norms, LR, BETA1, BETA2, EPS, T, bc, WD, averaging, mode, kind)
     amp_C.multi_tensor_novograd(333, noop, lists, *options)
@@ -434,7 +416,7 @@ def test_fused_adam_cuda(name, dtype, of_grad, bias_correction, mode):
     given = (0.1, 0.9, 0.99, 0.01, 4.0, 3, mode, bias_correction, 0.05)
     flag = torch.zeros(1, dtype=torch.int32)
     before = [t.clone() for t in (p, m, v)]
-    expected = adam_of_2019(p, m, v, g, *given)
+    expected = apex_cases.adam_of_2019(p, m, v, g, *given)
     step = getattr(fused_adam_cuda, name)
     if name.endswith("_mt"):
         multi_tensor_applier(step, flag, [[p], [m], [v], [g], [copy]], *given)

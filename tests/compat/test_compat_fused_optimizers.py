@@ -11,22 +11,17 @@ import pytest
 import torch
 from torch import nn
 
+import apex_cases
 from ampfuse import optim
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, optimizers
 from ampfuse.optim.fused import is_fused
 from apex_cases import (
-    adagrad,
-    adam,
     assert_close,
     assert_equal,
-    clipped_adam_of_2019,
     copies_of,
     give_gradients,
     gradients,
-    lamb,
-    novograd,
-    sgd,
     start,
     started,
     take_steps,
@@ -35,6 +30,7 @@ from apex_cases import (
 from cases import assert_same_bits, bf16, f16, f32, f64, snapshot, through_a_file
 
 ON, OFF, DECAY = (True, False), (False, True), (0.0, 0.1)
+ADAM = {"bias_correction": ON, "adam_w_mode": ON, "weight_decay": DECAY}
 AVERAGES = {"bias_correction": ON, "weight_decay": DECAY, "grad_averaging": ON}
 LAMB = AVERAGES | {"adam_w_mode": ON, "max_grad_norm": (1.0, 100.0), "use_nvlamb": OFF}
 SGD = {"lr": (0.05,), "momentum": (0, 0.9), "weight_decay": (0, 0.1), "dampening": (0, 0.3)}
@@ -46,15 +42,15 @@ def every(flags):
 
 
 OPTIMIZERS = {
-    "FusedSGD": (sgd, SGD | {"wd_after_momentum": OFF}),
-    "FusedAdam": (adam, {"bias_correction": ON, "adam_w_mode": ON, "weight_decay": DECAY}),
-    "FusedAdagrad": (adagrad, {"weight_decay": DECAY, "adagrad_w_mode": OFF}),
+    "FusedSGD": (apex_cases.sgd, SGD | {"wd_after_momentum": OFF}),
+    "FusedAdam": (apex_cases.adam, ADAM),
+    "FusedAdagrad": (apex_cases.adagrad, {"weight_decay": DECAY, "adagrad_w_mode": OFF}),
     "FusedNovoGrad": (
-        novograd,
+        apex_cases.novograd,
         AVERAGES | {"reg_inside_moment": OFF, "norm_type": (2, 0), "init_zero": OFF},
     ),
-    "FusedLAMB": (lamb, LAMB),
-    "FusedMixedPrecisionLamb": (lamb, LAMB),
+    "FusedLAMB": (apex_cases.lamb, LAMB),
+    "FusedMixedPrecisionLamb": (apex_cases.lamb, LAMB),
 }
 # name: the formula and the options of each case
 RULES = {name: (rule, every(flags)) for name, (rule, flags) in OPTIMIZERS.items()}
@@ -69,7 +65,7 @@ for name in ("FusedLAMB", "FusedMixedPrecisionLamb"):
 OLD = {"lr": (0.05,), "eps": (1e-3,), "weight_decay": (0.1,), "bias_correction": ON}
 OLD |= {"max_grad_norm": (0.0, 0.5, 100.0)}
 for name in ("FusedAdam of 2019", "FusedAdam of contrib"):
-    RULES[name] = (clipped_adam_of_2019, every(OLD))
+    RULES[name] = (apex_cases.clipped_adam_of_2019, every(OLD))
 
 
 NAMES = [*OPTIMIZERS, "FusedAdam of 2019"]
@@ -114,7 +110,7 @@ def test_formulas(name, options, groups):
         for p, g in zip(ps, gs, strict=True):
             p.grad = g.clone()
         optimizer.step()
-        for part in split if rule is clipped_adam_of_2019 else [slice(None)]:
+        for part in split if rule is apex_cases.clipped_adam_of_2019 else [slice(None)]:
             rule(exact[part], [g.to(f64) for g in gs[part]], states[part], t, **options)
     assert_close([p.to(f64) for p in ps], exact, rtol=2e-5, atol=1e-6)
     for group in optimizer.param_groups:
