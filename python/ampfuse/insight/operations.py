@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
@@ -56,8 +56,7 @@ _OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_"})
 class CallSite(NamedTuple):
     """The module that called an operation, the operation's public name, and the file and line."""
 
-    module: str | None = None
-    module_type: str | None = None
+    module: nn.Module | None = None
     operation: str = ""
     place: tuple[str, int] | None = None
 

@@ -120,13 +120,12 @@ class Tracker(TorchDispatchMode):
         self._hook_parameters(module)  # FSDP2's and lazy ones may be there only now
         if self._is_outside():
             for name, tensor in _named_tensors(module, args, kwargs):
-                kind = kind_of(tensor)
-                if kind is not None and self._origins.of(tensor) is None:
+                if kind_of(tensor) and self._origins.of(tensor) is None:
                     rows = tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1)
                     row = int(rows.isfinite().all(1).logical_not().nonzero()[0])
                     what = f"{name}, first in batch element {row}"
-                    site = self._site_of(module, "forward")
-                    self._record("data", site, tensor, kind, what, intended=True)
+                    site = CallSite(module, "forward")
+                    self._record("data", site, tensor, what, intended=True)
         self._running.append(module)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -134,9 +133,8 @@ class Tracker(TorchDispatchMode):
             pass  # an exception left it
         for tensor in filter(is_readable, pytree.tensors(output)):
             self._made_by.setdefault(address(tensor), module)  # the innermost one made it
-            if self._is_outside() and (kind := kind_of(tensor)) is not None:
-                origin = self._origin_in(tensor, self._site_of(module), kind)
-                self._origins.in_outputs.add(origin)
+            if self._is_outside() and kind_of(tensor):
+                self._origins.in_outputs.add(self._origin_in(tensor, CallSite(module)))
         self._look_at_statistics(module, "forward")
 
     def _is_outside(self) -> bool:
@@ -148,18 +146,11 @@ class Tracker(TorchDispatchMode):
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             return
         for name, buffer in module.named_buffers(recurse=False):
-            if (kind := kind_of(buffer)) is not None:
+            if kind_of(buffer):
                 origin = self._origins.of(buffer)
                 if origin is None:
-                    site = self._site_of(module, "batch_norm")
-                    origin = self._record(phase, site, buffer, kind, name)
+                    origin = self._record(phase, CallSite(module, "batch_norm"), buffer, name)
                 self._origins.that_matter.add(origin)
-
-    def _site_of(self, module: nn.Module | None, operation: str = "") -> CallSite:
-        if module is None:
-            return CallSite(operation=operation)
-        name = self._names.get(id(module), "a copy of a module")
-        return CallSite(name, type(module).__name__, operation)
 
     # --- parameters and their gradients -----------------------------------------------------------
 
@@ -180,9 +171,9 @@ class Tracker(TorchDispatchMode):
             queue: Any = Variable._execution_engine.queue_callback
             queue(functools.partial(queue, self._look_at_reduced_gradients))
         self._saw_backward = True
-        if (kind := kind_of(gradient)) is not None:
-            site, what = self._site_of(module, _UNSEEN), f"gradient of {name}"
-            origin = self._origin_in(gradient, site, kind, "backward", what)
+        if kind_of(gradient):
+            what = f"gradient of {name}"
+            origin = self._origin_in(gradient, CallSite(module, _UNSEEN), "backward", what)
             self._origins.that_matter.add(origin)
 
     def _look_at_reduced_gradients(self) -> None:
@@ -191,18 +182,18 @@ class Tracker(TorchDispatchMode):
             return
         for module, name, parameter, _ in self._parameters:
             gradient = gradient_as_it_is(parameter)
-            if gradient is not None and (kind := kind_of(gradient)) is not None:
-                site, what = self._site_of(module, "all_reduce"), f"the gradient of {name}"
-                origin = self._record("another process", site, gradient, kind, what)
+            if gradient is not None and kind_of(gradient):
+                site, what = CallSite(module, "all_reduce"), f"the gradient of {name}"
+                origin = self._record("another process", site, gradient, what)
                 self._origins.that_matter.add(origin)
                 return
 
     def _in_parameters(self) -> set[int]:
         """An origin in a parameter: it had it before the step, or got it by the update."""
         for module, name, parameter, version in self._parameters:
-            if (kind := kind_of(parameter)) is not None:
+            if kind_of(parameter):
                 phase = "weights" if local(parameter)._version == version else "step"
-                return {self._record(phase, self._site_of(module, phase), parameter, kind, name)}
+                return {self._record(phase, CallSite(module, phase), parameter, name)}
         return set()
 
     # --- operations -------------------------------------------------------------------------------
@@ -247,7 +238,7 @@ class Tracker(TorchDispatchMode):
                 if operation.phase == "backward":
                     known |= self._loss_scale.found
                 phase, site = operation.phase, operation.site
-                origin = self._record(phase, site, result, kind, "output", **known)
+                origin = self._record(phase, site, result, "output", **known)
             self._origins.put(result, origin)
             is_loss = result.dim() == 0 and any(each.requires_grad for each in operation.inputs())
             if is_loss and operation.phase == "forward" and torch.is_grad_enabled():
@@ -258,8 +249,8 @@ class Tracker(TorchDispatchMode):
 
     def _forward_site(self, func: Any) -> CallSite:
         place, function = callers(sys._getframe(1))
-        site = self._site_of(self._running[-1] if self._running else None)
-        site = site._replace(operation=function or public_name(func), place=place)
+        module = self._running[-1] if self._running else None
+        site = CallSite(module, function or public_name(func), place)
         # An autograd node takes its number, the one before the next, before its operation runs.
         self._forward_sites.setdefault(torch.autograd._get_sequence_nr() - 1, site)
         return site
@@ -278,12 +269,12 @@ class Tracker(TorchDispatchMode):
 
     def _inherited(self, operation: Operation, kind: str) -> int | None:
         """The origin that a result of `kind` has from the inputs; None: it is an origin itself."""
-        bad = [(tensor, kind_of(tensor)) for tensor in operation.inputs()]
-        origins = {self._origin_in(tensor, operation.site, each) for tensor, each in bad if each}
+        bad = filter(kind_of, operation.inputs())
+        origins = {self._origin_in(tensor, operation.site) for tensor in bad}
         return self._origins.inherit(origins, kind)
 
     def _origin_in(
-        self, tensor: Tensor, site: CallSite, kind: str, phase: str = "data", what: str = ""
+        self, tensor: Tensor, site: CallSite, phase: str = "data", what: str = ""
     ) -> int:
         """The origin in a non-finite `tensor`; a new one if none was seen in its memory."""
         if (known := self._origins.of(tensor)) is not None:
@@ -291,28 +282,31 @@ class Tracker(TorchDispatchMode):
         may_be_intended = True
         if (memory := address(tensor)) in self._state:
             owner, what = self._state[memory]
-            phase, site = "weights", self._site_of(owner, site.operation)
+            phase, site = "weights", CallSite(owner, site.operation)
             may_be_intended = what not in owner._parameters  # a mask is a buffer
         elif memory in self._made_by:
-            phase, site = "forward", self._site_of(self._made_by[memory], _UNSEEN)
+            phase, site = "forward", CallSite(self._made_by[memory], _UNSEEN)
         what = what or ("output" if phase == "forward" else f"an operand of {site.operation}")
-        return self._record(phase, site, tensor, kind, what, intended=may_be_intended)
+        return self._record(phase, site, tensor, what, intended=may_be_intended)
 
     def _record(
         self,
         phase: str,
         site: CallSite,
         tensor: Tensor,
-        kind: str,
         what: str,
         *,
         intended: bool = False,
         **known: Any,
     ) -> int:
         """Record an origin in `tensor`; return its number."""
+        name = kind = None
+        if site.module is not None:
+            name = self._names.get(id(site.module), "a copy of a module")
+            kind = type(site.module).__name__
+        where = name, kind, site.operation, what, kind_of(tensor) or ""
         known |= {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": str(tensor.device)}
-        where = site.module, site.module_type, site.operation
-        origin = Explanation(phase, *where, what, kind, line=site.line, **known)
+        origin = Explanation(phase, *where, line=site.line, **known)
         return self._origins.record(origin, tensor, intended=intended)
 
 
