@@ -181,6 +181,7 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
     `max_grad_norm` and other arguments of 2019 make it the FusedAdam of ``apex.contrib``.
     """
 
+    steps_as_in_2019 = False
     _in_groups = ("bias_correction",)
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
@@ -194,7 +195,8 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
         master_weights: Any = False, *, eps_inside_sqrt: Any = None, max_grad_norm: Any = None,
         use_mt: Any = None, amp_scale_adjustment: Any = None,
     ) -> None:  # fmt: skip
-        options, self.capturable = locals(), capturable
+        options = dict(locals())
+        self.capturable = options.pop("capturable")
         if master_weights and not capturable:
             raise RuntimeError("FusedAdam supports master_weights=True only with capturable=True.")
         if eps_inside_sqrt:
@@ -204,7 +206,6 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
             )
         given = [options.pop(name) is not None for name in of_2019.ARGUMENTS]
         self.steps_as_in_2019 = any(given)
-        del options["capturable"]
         self.construct(options)
         if self.steps_as_in_2019:
             self.set_in_groups("max_grad_norm", max_grad_norm or 0.0)
@@ -295,7 +296,8 @@ class FusedLAMB(ApexOptimizer, optim.LAMB):
         adam_w_mode: Any = True, grad_averaging: Any = True, set_grad_none: bool = True,
         max_grad_norm: float | None = 1.0, use_nvlamb: Any = False,
     ) -> None:  # fmt: skip
-        options, is_unclipped = locals(), max_grad_norm in (None, math.inf)
+        options = dict(locals())
+        is_unclipped = max_grad_norm in (None, math.inf)
         # The least of numbers in place of 0: it is 0 in FP32, which gradients are multiplied in.
         options["max_grad_norm"] = None if is_unclipped else max_grad_norm or sys.float_info.min
         self.construct(options)
