@@ -716,31 +716,35 @@ def test_counts_on_a_device_are_not_waited_for(monkeypatch):
 # --- what is around a model -----------------------------------------------------------------------
 
 
+def sharded(model):
+    """Under FSDP2: parameters are DTensors, and others while the model runs."""
+    for part in (*model, model):
+        fully_shard(part)
+    return model
+
+
 def explain_an_overflow():
     """Half precision and an exp that leaves its range on the second process only."""
-    model = nn.Sequential(nn.Linear(8, 8), Op(torch.exp), nn.Linear(8, 1)).half()
-    with torch.no_grad():
-        model[0].weight.copy_(torch.eye(8))
-        model[0].bias.zero_()
-    model = nn.parallel.DistributedDataParallel(model)
-    explanations = []
-    for value in (20.0 * dist.get_rank(), 0.0):
-        with insight.explain_overflow(model) as watch:
-            model(torch.full((2, 8), value, dtype=torch.half)).float().sum().backward()
-            model.zero_grad()
-        explanations.append(watch.explanation)
-    cause, then = explanations
-    names = ("phase", "module", "operation")
-    return {name: getattr(cause, name) for name in names} | {"text": str(cause), "then": then}
+    texts = []
+    for spread in (nn.parallel.DistributedDataParallel, sharded):
+        model = nn.Sequential(nn.Linear(8, 8), Op(torch.exp), nn.Linear(8, 1)).half()
+        with torch.no_grad():
+            model[0].weight.copy_(torch.eye(8))
+            model[0].bias.zero_()
+        model = spread(model)
+        for value in (20.0 * dist.get_rank(), 0.0):
+            with insight.explain_overflow(model) as watch:
+                model(ones(value).half()).float().sum().backward()
+                model.zero_grad()
+            texts.append(str(watch.explanation))
+    return texts
 
 
 def explain_sharded():
-    """FSDP2's parameters are DTensors, and others while the model runs."""
+    """Overflows of the backward pass and of the update."""
     explanations = []
     for function, lr in (((lambda x: x * 300 * 300), 0.0), (torch.clone, 1e38)):
-        model = nn.Sequential(nn.Linear(8, 8), Op(function))
-        for part in (*model, model):
-            fully_shard(part)
+        model = sharded(nn.Sequential(nn.Linear(8, 8), Op(function)))
         if not lr:
             model.half()
         optimizer = optim.SGD(model.parameters(), lr=lr)
@@ -753,7 +757,7 @@ def explain_sharded():
 
 
 def test_one_rank_of_two(tmp_path):
-    """Modules have the names that they have without DistributedDataParallel."""
+    """Modules have the names that they have in one process."""
     by_rank = in_two_processes(tmp_path, explain_an_overflow, explain_sharded)
     for each in by_rank:
         assert each["explain_sharded"] == [
@@ -761,10 +765,13 @@ def test_one_rank_of_two(tmp_path):
             ["step", "0", "step", "bias"],
         ]
     first, second = (each["explain_an_overflow"] for each in by_rank)
-    assert (second["phase"], second["module"], second["operation"]) == ("forward", "1", "exp")
-    assert first["phase"] == "another process"
-    assert "this process made none" in first["text"]
-    assert first["then"] is second["then"] is None
+    for cause, then in (first[:2], first[2:]):
+        assert cause.startswith("inf came from another process")
+        assert "this process made none" in cause
+        assert then == "None"
+    for (cause, then), kind in ((second[:2], "Op"), (second[2:], "FSDPOp")):
+        assert cause.startswith(f"inf originated in the forward pass, in exp of 1 ({kind}).")
+        assert then == "None"
 
 
 def test_origins_follow_memory_and_masks_do_not_count():

@@ -125,10 +125,8 @@ def plan(
     training = PlannedTraining(
         model, batch, loss_function, device, _maker_of(optimizer), fuse, compiled, accumulate
     )
-    held = {}
-    levels = ["O0", _AUTOCAST_LEVEL.get(opt_level), opt_level]
-    for level in dict.fromkeys(level for level in levels if level):
-        held[level] = training.held(level, {}, ())
+    levels = dict.fromkeys(("O0", _AUTOCAST_LEVEL.get(opt_level, opt_level), opt_level))
+    held = {level: training.held(level, {}, ()) for level in levels}
     asked = list(held).index(opt_level)
     held |= _rows_of_changes(training, opt_level, held[opt_level]["peak"])
     elements = sum(parameter.numel() for parameter in model.parameters())

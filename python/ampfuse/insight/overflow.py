@@ -52,7 +52,7 @@ def explain_overflow(
 
     Raises:
         TypeError: no module; with `after`, an optimizer that does not report skipped steps.
-        ValueError: `after` is no positive integer.
+        ValueError: `after` is not a positive integer.
 
     Kernels that torch does not dispatch (Triton's, CUDA graphs) are seen by their results only.
     """

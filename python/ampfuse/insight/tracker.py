@@ -107,7 +107,7 @@ class Tracker(TorchDispatchMode):
         modes = _get_current_dispatch_mode_stack()
         if modes and modes[-1] is self:
             super().__exit__(kind, error, trace)
-        self._has_ended = True  # below a mode of the user's it stays, and does nothing
+        self._has_ended = True  # another mode may be above: then this one stays and does nothing
 
     def on_exit(self, callback: Callable[[], Any]) -> None:
         """Have `callback` called when the watched step ends."""
@@ -130,7 +130,7 @@ class Tracker(TorchDispatchMode):
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._running and self._running.pop() is not module:
-            pass  # an exception left it
+            pass  # the forward of these raised an exception
         for tensor in filter(is_readable, pytree.tensors(output)):
             self._made_by.setdefault(address(tensor), module)  # the innermost one made it
             if self._is_outside() and kind_of(tensor):
@@ -167,7 +167,7 @@ class Tracker(TorchDispatchMode):
         """A hook of the parameter `name` of `module`."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not self._saw_backward and distributed:
-            # After the callbacks that reduce gradients, which are queued when this one runs.
+            # The second call comes after the callbacks that reduce gradients.
             queue: Any = Variable._execution_engine.queue_callback
             queue(functools.partial(queue, self._look_at_reduced_gradients))
         self._saw_backward = True
@@ -218,7 +218,7 @@ class Tracker(TorchDispatchMode):
             operation = operation.before_writing(self._origins.copy)
         out = func(*args, **kwargs)
         for index, result in enumerate(pytree.tensors(out)):
-            # What a program writes into weights is found where they are used.
+            # Values that the program writes into weights are found when a module uses them.
             if is_readable(result) and (self._running or address(result) not in self._state):
                 self._look_at_result(operation, index, result)
         if self._is_outside():
@@ -349,7 +349,7 @@ class Origins:
     def inherit(self, numbers: set[int], kind: str) -> int | None:
         """The origin of a result of `kind`, from those of its operands; None: the result is one."""
         real = numbers - self._intended
-        # A NaN that comes of a mask has its origin here.
+        # A NaN made from a mask's -inf originates in this operation.
         return min(real or numbers) if real or (numbers and kind != "nan") else None
 
     def first(self, numbers: set[int]) -> Explanation | None:
@@ -387,7 +387,7 @@ class LossScaleFinder:
         if frame is None:
             self._factor = float(factor)
             return
-        # Of the scalers only ampfuse's may be static; a GradScaler adapts.
+        # ampfuse's scalers may be static; a GradScaler always adapts.
         dynamic = getattr(frame.f_locals.get("scaler"), "dynamic", True)
         self.found = {"scale": float(factor), "dynamic": dynamic}
         self._has_scaler = True

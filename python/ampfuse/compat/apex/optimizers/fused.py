@@ -233,7 +233,7 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
     def _collect(self) -> Any:
         if not self.steps_as_in_2019:
             return super()._collect()
-        with of_2019.clipped_and_with_other_rates(self):
+        with of_2019.clipped_with_corrected_rates(self):
             return super()._collect()
 
 

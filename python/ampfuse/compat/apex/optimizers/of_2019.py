@@ -1,6 +1,6 @@
-"""What apex's optimizers of 2018 and 2019 did otherwise: FusedAdam's step, and FP16_Optimizer.
+"""apex's optimizers of 2018 and 2019: how FusedAdam stepped then, and FP16_Optimizer.
 
-``apex.optimizers`` had them first, ``apex.contrib.optimizers`` since.
+They were in ``apex.optimizers`` first, and in ``apex.contrib.optimizers`` later.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ampfuse.compat.apex import fp16_utils
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.compat.apex.contrib.clip_grad import clip_grad_norm_
 
-# Arguments of FusedAdam's constructor; any of them makes it step as then.
+# Arguments of FusedAdam's constructor. Any of them makes it step as it did then.
 ARGUMENTS = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
 
 
 @contextlib.contextmanager
-def clipped_and_with_other_rates(adam: Any) -> Iterator[None]:
-    """In the block a step of `adam` begins as FusedAdam's of 2019 did.
+def clipped_with_corrected_rates(adam: Any) -> Iterator[None]:
+    """A block in which `adam` prepares its step as FusedAdam did in 2019.
 
     The gradients of each group are clipped to its L2 norm `max_grad_norm`, unless that is 0. The
     corrections of the moments are a factor of the rate, and so of the weight decay.
@@ -56,7 +56,7 @@ def _clip_each_group(adam: Any) -> None:
 
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
-    """:class:`apex.fp16_utils.FP16_Optimizer` with the defaults of then, around any optimizer.
+    """:class:`apex.fp16_utils.FP16_Optimizer` with other defaults, around any optimizer.
 
     A dynamic scale, ``cur_scale``, grows after 1000 clean passes and stays above 1. An overflow of
     a static one skips the step too. ``zero_grad`` drops gradients. A user-defined step that takes
