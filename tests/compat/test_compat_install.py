@@ -44,7 +44,7 @@ def test_every_module_is_there_under_both_names():
     import apex.fp16_utils.loss_scaler
     import apex.multi_tensor_apply
     import apex.normalization.fused_layer_norm
-    import apex.optimizers
+    import apex.optimizers.fp16_optimizer
     import apex.parallel.LARC
     import apex_C
     import fused_adam_cuda

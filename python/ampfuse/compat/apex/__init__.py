@@ -31,8 +31,7 @@ _PARTS = (
 for _name in _PARTS.split():
     importlib.import_module(f"{__name__}.{_name}")
 
-# Where apex has a module in a package, our modules, and the names of apex's in that package whose
-# contents they have.
+# Our module, a package, and the names of apex's modules in that package whose contents it has.
 _ALIASES = {
     "amp": ("amp", "amp"),
     "amp.handle": ("amp", "legacy opt overflow_report"),
@@ -47,6 +46,7 @@ _ALIASES = {
         "optimizers",
         "fused_adagrad fused_adam fused_lamb fused_mixed_precision_lamb fused_novograd fused_sgd",
     ),
+    "optimizers.of_2019": ("optimizers", "fp16_optimizer"),
     "parallel": ("parallel", "distributed optimized_sync_batchnorm sync_batchnorm"),
     "reparameterization": ("reparameterization", "reparameterization weight_norm"),
 }
