@@ -293,9 +293,10 @@ __device__ inline void share_largest(const Slice& slice, int count,
 // The scale that a lane computes: that of one state, for the quantization block that it and its
 // neighbours hold.
 struct ScaleOfLane {
+  bool exists = false;  // a constant where the types of the lists are
   bool has_sign = false;
   uint32_t largest = float_bits(1.0f);  // the block's, as the bits of a float
-  float* scales = nullptr;              // of all blocks of the state; null: the lane computes none
+  float* scales = nullptr;              // of all blocks of the state
 };
 
 // The scale, and the factor that encodes the block's values. Far from over- and underflow the
@@ -328,11 +329,14 @@ __device__ inline ScaleOfLane scale_of_lane(const Slice& slice, int lane,
     const int state = list - kState0;
     const bool has_sign =
         kSteps<Op> ? !(Op::kUnsigned & bit(list)) : slice(list) == DType::kSigned8;
-    // (Member by member: a choice of the whole would be in memory.)
+    const uint32_t most = largest[state];
+    float* const scales = slice.scales[state];
+    // (Values, member by member: a choice between places would put these into memory.)
     const bool chosen = lane % kChoices == state;
+    own.exists = own.exists || chosen;
     own.has_sign = chosen ? has_sign : own.has_sign;
-    own.largest = chosen ? largest[state] : own.largest;
-    own.scales = chosen ? slice.scales[state] : own.scales;
+    own.largest = chosen ? most : own.largest;
+    own.scales = chosen ? scales : own.scales;
   });
   return own;
 }
@@ -354,8 +358,7 @@ __device__ inline void store_scales(const Slice& slice, int i, int count,
   float scale, own_encoder;
   make_scale(own, scale, own_encoder);
   const int from_first_lane = count + lane * kWidth;  // elements from the block's first lane on
-  if (own.scales != nullptr && lane < kChoices && from_first_lane > 0)
-    *Slice::scale_at(own.scales, i) = scale;
+  if (own.exists && lane < kChoices && from_first_lane > 0) *Slice::scale_at(own.scales, i) = scale;
   for_quantized<Op, kWrites>(slice, [&](int list) {
     const int state = list - kState0;
     const int chooser = threadIdx.x % kRowLanes - lane + state;
