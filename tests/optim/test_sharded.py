@@ -196,6 +196,21 @@ def test_gradients_of_other_kinds():
 
 
 @on_any_number
+def test_a_gradient_that_was_read_in_vain_is_dropped_with_the_others():
+    """The second parameter's gradient is refused after the first one's was read."""
+    mesh = mesh_of("rows")
+    ones = functools.partial(distribute_tensor, torch.ones(12, 4), mesh, [Shard(0)])
+    params = [nn.Parameter(ones()), nn.Parameter(ones())]
+    gradients = optim.AdamW(params).param_table().gradients
+    params[0].grad, params[1].grad = ones(), torch.ones(12, 4)
+    with pytest.raises(TypeError, match="is not a DTensor"):
+        gradients.check()
+    params[0].grad = params[1].grad = None
+    gradients.begin_backward()
+    assert gradients.accumulated(0) is None
+
+
+@on_any_number
 def test_every_place():
     for places in PLACES:
         train_both("adamw", places, dtypes=(f32, bf16, f16), master_weights=True, steps=FEWER)
