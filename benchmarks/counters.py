@@ -3,7 +3,7 @@
     python benchmarks/counters.py            # a line of CSV for each launch
 
 The launches come in the order of `calls`. A step's kernels inspect and apply; a batch norm's are
-moments, finish, apply, reduce and dx.
+moments, finish, apply, reduce, finish and dx.
 """
 
 from __future__ import annotations

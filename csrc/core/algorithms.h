@@ -85,7 +85,7 @@ struct AlgorithmInfo {
   const char* last_state_if;  // see op.h
   const char* filled_with;
   bool uses_count;
-  bool follows_norms;  // depends on norms of gradients or weights, row by row
+  bool follows_norms;  // a row's step depends on its norms, or on its whole matrix (Muon)
   int scratch;         // see kScratch in op.h; -1: none
 };
 

@@ -75,7 +75,8 @@ HD F two_to(const F& w) {
   return from_bits(w, max_signed(bits, Bits(0u)));
 }
 
-// log(x) to the last digits but one; -inf of zero. x itself if it is infinite, negative or NaN.
+// log(x) of a normal x below 1.7e308, exact but for the last digit; -inf of zero. x itself if it is
+// larger, negative or NaN.
 HD double logarithm(double x) {
   if (!(x > 0.0) || !(x < 1.7e308)) return x == 0.0 ? -double(bits_float(kInfinityBits)) : x;
   uint64_t bits;

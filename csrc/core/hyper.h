@@ -17,8 +17,8 @@ namespace ampfuse {
 
 enum HyperFlag : int32_t {
   kMaximize = 1,   // ascend: the gradient changes sign first
-  kNesterov = 2,   // SGD
-  kDecoupled = 4,  // AdamW: weight decay acts on the parameter, not through the gradient
+  kNesterov = 2,   // SGD, Muon
+  kDecoupled = 4,  // weight decay acts on the parameter (AdamW), not through the gradient
   // Set on a row's first applied step: SGD's buffer starts as the gradient.
   kFirstStep = 8,
   kUncorrected = 16,     // moments are used without bias correction
@@ -43,9 +43,9 @@ struct OnDevice {
 
 struct RowHyper {
   double lr = 0, weight_decay = 0;
-  double momentum = 0, dampening = 0;           // SGD
-  double beta1 = 0, beta2 = 0, eps = 0;         // Adam, AdamW, LAMB, NovoGrad; eps of Adagrad
-  double lr_decay = 0;                          // Adagrad
+  double momentum = 0, dampening = 0;    // SGD; momentum of Muon
+  double beta1 = 0, beta2 = 0, eps = 0;  // Adam, LAMB, NovoGrad; betas of Lion; eps of Adagrad
+  double lr_decay = 0;                   // Adagrad
   double trust_coefficient = 0, trust_eps = 0;  // LARC
   double ema_decay = 1;                         // for kAverage
   double seed = 0;                              // for stochastic rounding: an integer below 2^32

@@ -98,7 +98,7 @@ struct StepDecision {
 };
 
 // Decides the step: skip or not, gradient norm, clip coefficient (torch.nn.utils.clip_grad_norm_'s
-// max_norm / (norm + 1e-6), at most 1). Clears what was gathered.
+// max_norm / (norm + 1e-6), at most 1). Clears found_inf and the first bad row.
 HD void decide_step(StepState& state, const StepDecision& decision) {
   state.loss_scale = decision.loss_scale ? *decision.loss_scale : 1.0f;
   const bool bad = state.found_inf != 0 || (decision.found_inf && *decision.found_inf != 0);

@@ -1,7 +1,6 @@
-// The CUDA backend: the kernel that each call launches. An update that needs its own norms (LAMB)
-// launches two. So a step is two launches for any table of one optimizer, inspect (or prepare,
-// without an inspection) and update; LAMB's and LARC's are three, Muon's four with its matrix
-// products between.
+// The CUDA backend: the kernel that each call launches. A step is two launches, inspect (or
+// prepare, without an inspection) and update. The first stage of LAMB and Muon is one more, as are
+// LARC's norms of parameters and the update of each further algorithm of a table.
 #include <cuda_runtime.h>
 
 #include <type_traits>

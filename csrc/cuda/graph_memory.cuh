@@ -1,4 +1,4 @@
-// What a call that is captured in a CUDA graph needs of the runtime: whether it is, memory that
+// What a call that is captured in a CUDA graph needs from the runtime: whether it is, memory that
 // lives as long as the graph, and leave to allocate.
 #pragma once
 
@@ -48,7 +48,7 @@ class SideStream {
 std::shared_ptr<void> allocate_for_graph(size_t bytes);
 void free_orphans();
 
-// The graph being captured keeps `owned` until it is destroyed, and its instances are.
+// The graph being captured keeps `owned` until it and all its instances are destroyed.
 void give_to_graph(const Capture& capture, std::vector<std::shared_ptr<void>> owned);
 
 }  // namespace ampfuse

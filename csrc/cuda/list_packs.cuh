@@ -320,7 +320,8 @@ __device__ inline void make_scale(const ScaleOfLane& own, float& scale, float& e
   }
 }
 
-// What lane `lane` of a quantization block computes: the lanes take turns in kChoices states.
+// The scale that lane `lane` of a quantization block computes: that of state `lane % kChoices`, if
+// there is one.
 template <class Op, unsigned kWrites, int kChoices, class Slice>
 __device__ inline ScaleOfLane scale_of_lane(const Slice& slice, int lane,
                                             const uint32_t (&largest)[kMaxStates]) {

@@ -184,7 +184,7 @@ void bind_plan(py::module_& m) {
 
 None where `groups` or `states`, if given, are not what the table remembers.
 `scale` is what gradients outside scale_loss carry; with `write_back` the update writes those in FP32
-back without it, with `write_back_half` the others too. Nothing has changed when this raises.)")
+back without it, with `write_back_half` the others too. No value has changed when this raises.)")
       .def("measure", &StepPlan::measure,
            "Inspect the collected gradients, unless that was done already.")
       .def("new_meter", &StepPlan::new_meter, py::arg("changed"),

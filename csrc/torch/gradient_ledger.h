@@ -71,7 +71,7 @@ class GradientLedger {
   at::Tensor scale_;
   bool any_scaled_ = false;  // some row may be in kScaled
   bool had_pass_ = false;
-  bool stepped_ = false;  // no pass or gradient since the last step
+  bool stepped_ = false;  // no pass began or ended since the last step, and no zero_grad()
   bool delayed_ = false;
   bool earlier_were_inspected_ = true;  // every gradient that the running pass found was inspected
   bool edited_sums_ = false;

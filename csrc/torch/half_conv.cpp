@@ -4,8 +4,8 @@
 // long as the product and longer. The product is used where it was measured to be faster. Both add
 // in FP32 and round once.
 //
-// The gradient of x is such a product if patches do not overlap. Else several values would be
-// rounded before they are added, and torch computes it.
+// The gradient of x is such a product for kernels of 1 x 1 without padding. Patches of larger ones
+// may overlap, and several values would be rounded before they are added: torch computes it.
 //
 // (In FP32 torch's convolution is faster.)
 

@@ -1,8 +1,8 @@
 // Autocast's rules for the CPU as torch has them for GPUs.
 //
 // torch's own for the CPU lack most of what runs in FP32 on a GPU (softmax, norms, powers, sums),
-// leave recurrent layers in mixed types and allow binary_cross_entropy. The lists are torch's: its
-// header has those that the rules of its GPUs are made from.
+// leave recurrent layers in mixed types and allow binary_cross_entropy. The lists are torch's:
+// its header has those from which it makes the rules for GPUs.
 
 #include <ATen/autocast_mode.h>
 

@@ -18,7 +18,7 @@ Inspector::Inspector(ParamTable& table) : table_(table) {
   state_ = at::empty({int64_t(sizeof initial)}, at::kByte);
   std::memcpy(state_.data_ptr(), &initial, sizeof initial);
   state_ = state_.to(table.device);
-  norms_ = at::zeros({0}, at::TensorOptions().dtype(at::kFloat).device(table.device));
+  norms_ = at::zeros({kColumns, 0}, at::TensorOptions().dtype(at::kFloat).device(table.device));
 }
 
 at::Tensor Inspector::state_field(const std::string& name) const {

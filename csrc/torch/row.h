@@ -39,8 +39,9 @@ struct Contents {
   bool is_same_tensor(const at::Tensor& grad) const {
     return impl && grad.defined() && impl->_unsafe_get_target() == grad.unsafeGetTensorImpl();
   }
+  // (An inference tensor counts no versions, so nobody knows.)
   bool is_unchanged(const at::Tensor& grad) const {
-    return is_same_tensor(grad) && version == version_of(grad);
+    return is_same_tensor(grad) && !grad.is_inference() && version == version_of(grad);
   }
 };
 

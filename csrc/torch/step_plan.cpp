@@ -61,7 +61,7 @@ std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Te
   edited_.clear();
   staged_.clear();
   std::vector<int64_t> stateless;
-  // Every check comes before the first change of a tensor.
+  // Every check comes before the first change of a value. (Tensors may be laid out anew before.)
   for (size_t i = 0; i < rows.size(); ++i) {
     prefetch_row(rows, i);
     Row& row = rows[i];

@@ -20,7 +20,9 @@ struct StepOptions {
   double max_norm = 0;                  // gradients are clipped to it; 0: not at all
   bool inspect = false;                 // look at the gradients even if nothing below needs it
   bool skip_nonfinite = false;
-  double skip_spikes = 0;  // deviations above the mean from which on a norm is skipped; 0: never
+  // A step is skipped whose norm lies more than so many deviations above the mean, both of the
+  // norm's logarithm; 0: none.
+  double skip_spikes = 0;
 };
 
 class StepPlan {

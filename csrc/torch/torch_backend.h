@@ -34,8 +34,13 @@ inline at::ScalarType scalar_type_of(DType dtype) {
   switch (plain(dtype)) {
     case DType::kFloat32:
       return at::kFloat;
+    case DType::kFloat16:
+      return at::kHalf;
     case DType::kBFloat16:
       return at::kBFloat16;
+    case DType::kRemainderFloat16:
+    case DType::kRemainderBFloat16:
+      return at::kShort;
     default:
       return at::kByte;
   }

@@ -221,3 +221,17 @@ def test_the_largest_f16_gradients_are_no_overflow_at_any_scale(scale, device):
     assert optimizer.last_step.skipped == 0
     norm = 65504.0 / scale * math.sqrt(30)
     assert float(optimizer.last_step.grad_norm) == pytest.approx(norm, rel=1e-6)
+
+
+def test_a_gradient_without_versions_is_inspected_again():
+    """An inference tensor may have changed since it was inspected."""
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = optim.AdamW([param], skip_nonfinite=True)
+    with torch.inference_mode():
+        param.grad = torch.ones(4)
+    optimizer.inspect_gradients()
+    with torch.inference_mode():
+        param.grad.fill_(float("inf"))
+    optimizer.step()
+    assert float(optimizer.last_step.skipped) == 1
+    assert torch.equal(param.detach(), torch.ones(4))

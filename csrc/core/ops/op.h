@@ -58,7 +58,6 @@ struct OptimizerOp : RowOp<Self> {
   static constexpr int kScratch = -1;
   static constexpr bool kGradNorms = false;
   static constexpr unsigned kGradient = bit(kGrad) | bit(kAccumulated);
-  static constexpr bool kQuantizable = false;
   static constexpr const char *kLastStateIf = nullptr, *kFilledWith = nullptr;
   static constexpr bool kUsesCount = true;
   // What a step reads and writes besides gradient and states; leave() sets what is written.
