@@ -27,7 +27,7 @@ NEEDS_BF16 = pytest.mark.skipif(
 
 QUANTIZED = [name for name, storage in STORAGES.items() if storage.block]  # of state_dtype
 
-# Which instruction sets a CPU has whose best is this one.
+# For the best instruction set of a CPU, all those that it has.
 ISAS = {"scalar": ["scalar"], "avx2": ["scalar", "avx2"], "avx512": ["scalar", "avx2", "avx512"]}
 ISAS |= {"neon": ["scalar", "neon"], "neon_bf16": ["scalar", "neon", "neon_bf16"]}
 
@@ -97,8 +97,8 @@ _SETTINGS = {
     "lion": {},
     "lion-decay": {"weight_decay": 0.1},
     "lion-maximize": {"maximize": True},
-    # Betas for which 16-bit gradients do not cancel: of a sum that is zero but for rounding, the
-    # sign is anybody's.
+    # Betas for which 16-bit gradients do not cancel: where a sum is zero but for rounding errors,
+    # its sign is arbitrary.
     "lion-all": {"betas": (0.83, 0.97), "weight_decay": 0.1, "maximize": True},
 }
 
@@ -188,7 +188,8 @@ def copy_weights(params, into):
 
 
 def give_gradients(params, step=None, scale=1.0):
-    """Random ones times `scale`, those of a step where it is given; returns them without it."""
+    """Set random gradients times `scale`, and return them without it. With `step` they depend on it
+    alone."""
     generator = None if step is None else torch.Generator().manual_seed(step)
     gradients = []
     for param in params:
@@ -346,7 +347,8 @@ def assert_same(a, b):
 
 
 def assert_rounded(name, found, right, error, size):
-    """`found` is `right`, which is float64, rounded once; beside it `error`, of FP32's arithmetic.
+    """Assert that `found` is `right` (float64) rounded once, up to `error`, that of FP32
+    arithmetic.
 
     Arguments:
         size: that of the terms, which may cancel.

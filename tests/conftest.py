@@ -54,11 +54,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def choose_combinations(items):
-    """Mark as exhaustive the combinations of a test's parameters that quick runs can do without: in
-    quick runs each n values of a test marked `covers(n)` meet, and in emulation each value occurs.
-    (It is several times slower than the CPU's kernels, and test_cpp.py compares each kernel with
-    those.) The choice depends on nothing but the parameters: ``pytest --collect-only -q FILE``
-    lists the combinations that run, and ``pytest -m '' ID`` runs any one. For example:
+    """Mark as exhaustive the combinations of a test's parameters that quick runs can do without.
+    For a test marked `covers(n)`, every combination of values of n parameters still occurs in a
+    quick run; in emulation, every single value does. (It is several times slower than the CPU's
+    kernels, and test_cpp.py compares each kernel with those.) The choice depends on nothing but the
+    parameters: ``pytest --collect-only -q FILE`` lists the combinations that run, and ``pytest -m
+    '' ID`` runs any one. For example:
 
         parameters: x in (a, b, c), y in (1, 2): a-1, a-2, b-1, b-2, c-1, c-2
         covers(1) keeps a-1, b-2 and c-1, in which each value occurs;
@@ -77,8 +78,9 @@ def choose_combinations(items):
 
 
 def superfluous(items, n):
-    """The items that need not run for each `n` values to meet: again and again the first of those
-    with the most new meetings of `n` values is kept, until none is left."""
+    """The items that can be left out while every combination of values of `n` parameters still
+    occurs. Greedy: the item with the most combinations that have not occurred yet is kept, until
+    all have."""
     values = [[(name, id(v)) for name, v in item.callspec.params.items()] for item in items]
     meetings = [set(combinations(row, min(n, len(row)))) for row in values]
     items, uncovered = list(items), set().union(*meetings)
@@ -98,7 +100,7 @@ def pytest_configure(config):
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         config.add_cleanup(folder.cleanup)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
-    gc.disable()  # until what tests import is there: a third of that time
+    gc.disable()  # during collection, whose imports would spend a third of their time in it
     is_seeded = config.getoption("--hypothesis-seed") is not None
     settings.load_profile("same" if is_quick(config) and not is_seeded else "random")
 

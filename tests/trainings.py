@@ -1,8 +1,9 @@
 """Trainings whose results do not depend on the machine, for ``bits.py``.
 
 All inputs come from integer arithmetic, and what torch computes here is exact in every type
-(products and short sums of small integers), so no order of summation matters. Only public names
-are used, so that the same trainings run on an older version.
+(products and short sums of small integers), so no order of summation matters. The trainings use
+public names, so that they run on an older version; of private ones it needs those that the helpers
+of this file, cases.py and conftest.py import.
 """
 
 from __future__ import annotations

@@ -659,7 +659,14 @@ def test_nonsense_in_a_pickled_scaler_is_refused():
 
 
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("scaling", [{"static_loss_scale": 64.0}, {"dynamic_loss_scale": True}])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"static_loss_scale": 64.0},
+        {"dynamic_loss_scale": True},
+        {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_factor": 4.0}},
+    ],
+)
 def test_checkpoints_of_2018_and_2019(scaling, flat):
     """State dicts as apex saved them: in 2018 one flat tensor a group; no masters inside."""
     contrib = functools.partial(start, ClippedAdam, 0.05, wrapper=ContribOptimizer)
@@ -669,6 +676,7 @@ def test_checkpoints_of_2018_and_2019(scaling, flat):
     keys = "dynamic_loss_scale cur_scale cur_iter last_overflow_iter scale_factor scale_window"
     assert {*saved} == {*keys.split(), "optimizer_state_dict", "fp32_groups"}
     assert saved["cur_scale"] == optimizer.cur_scale
+    assert saved["scale_factor"] == scaling.get("dynamic_loss_args", {}).get("scale_factor", 2.0)
     saved |= {"cur_iter": 14, "last_overflow_iter": 10}  # three passes since
     inner = saved["optimizer_state_dict"]
     for entry in inner["state"].values():

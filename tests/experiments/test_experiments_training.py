@@ -307,6 +307,16 @@ def test_growth_interval_is_the_settings(precision):
     assert [value / scale[0] for value in scale] == [1, 1, 2, 2, 4]
 
 
+@pytest.mark.parametrize("precision", ["amp-fp16", "O2"])
+def test_a_static_scale_stays_after_an_overflow(precision):
+    factors = iter((math.inf, 1.0, 1.0))
+    settings = dataclasses.replace(BASE, precision=precision, loss_scale=512.0)
+    build = functools.partial(build_variant, settings, nn.Linear(4, 3))
+    variant = build(lambda out, _: out.float().mean() * next(factors), CPU)
+    scales = [float(variant.step(torch.randn(8, 4), None)[1]) for _ in range(3)]
+    assert scales == [512.0] * 3
+
+
 def test_the_line_of_a_run_has_its_zeros_and_not_what_was_not_measured():
     run = trained(dataclasses.replace(BASE, iterations=4))
     result = run.result()

@@ -425,3 +425,10 @@ def test_each_change_is_compared_with_the_row_it_extends():
     assert held["O0"]["peak"] < split < held["O5"]["peak"]
     plan = ampfuse.plan(nn.Linear(512, 512), torch.randn(4, 512), budget=split, **options)
     assert plan.suggestion == 'O5 fits with master_weights="split".'
+
+
+def test_only_bf16_is_planned_without_masters():
+    """FP16 weights are not rounded at random: without masters they would lose updates."""
+    held = ampfuse.plan(nn.Linear(512, 512), torch.randn(4, 512), opt_level="O2", device="cpu").held
+    assert '+ master_weights="split"' in held
+    assert not any("no masters" in row for row in held)

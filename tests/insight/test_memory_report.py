@@ -86,6 +86,7 @@ def test_before_the_first_step_is_expected_what_it_then_makes(kind, case):
         ({"master_weights": True}, 4, 8, 0),
         ({"master_weights": True, "state_dtype": "bf16"}, 4, 4, 0),
         ({"master_weights": "split", "ema_decay": 0.9}, 2, 8, 4),
+        ({"master_weights": True, "ema_decay": 0.0}, 4, 8, 4),
         ({"master_weights": False, "rounding": "stochastic"}, 0, 8, 0),
     ],
 )

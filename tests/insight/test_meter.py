@@ -161,6 +161,17 @@ def test_every_so_many_steps_off_and_on_again():
     assert [row.step for row in optimizer.meter.readings] == [3, 7, 9]
 
 
+def test_each_call_meters_the_next_step():
+    param = nn.Parameter(torch.randn(40).half())
+    optimizer = ampfuse.optim.AdamW([param], lr=1e-3)
+    for changed in (False, True):
+        optimizer.meter(every=100, changed_bits=changed)
+        for step in range(2):
+            gradients_of([param], step)
+            optimizer.step()
+    assert [row.step for row in optimizer.meter.readings] == [1, 3]
+
+
 def layers(dtype, *, lr=1e-3, masters=True, scales=None, gradients):
     """An optimizer after 7 steps of a layer for each of `gradients`, of weights times `scales`."""
     torch.manual_seed(0)

@@ -52,17 +52,18 @@ _MIN_STEPS = 5  # however slow a level is
 _FEW_STEPS = 2 * _WINDOWS  # with fewer, these means are of single steps
 # Steps in which the loss scale comes down from 2**16, and how many in a row are not skipped then.
 _MAX_ATTEMPTS, _CLEAN = 30, 3
-_ORIGINAL = "loss_function(model, batch) must use the model it is passed, which is a copy."
+_MUST_USE_THE_COPY = "loss_function(model, batch) must use the model it is passed, which is a copy."
 
 
 @dataclass(frozen=True)
 class Row:
     """The training at one level.
 
-    `losses` and `milliseconds` have one value for each step. `skipped` counts skipped steps after
-    the loss scale was stable; `stale` has the parameters without a master that lost nearly all
-    updates to rounding. `speedup` and `deviation` compare with O0, `allowed` is the deviation
-    that counts as none, and `blocker` says why the level is not to be used.
+    `losses` has one value for each step, and so has `milliseconds`, which at O0 also has the steps
+    of the trainings with other seeds. `skipped` counts skipped steps after the loss scale was
+    stable; `stale` has the parameters without a master that lost nearly all updates to rounding.
+    `speedup` and `deviation` compare with O0, `allowed` is the deviation that counts as none, and
+    `blocker` says why the level is not to be used.
     """
 
     level: str
@@ -237,7 +238,9 @@ class _Task:
                 break
         times, skipped, stale = clock.flush(), int(optimizer.skipped_steps["nonfinite"]), ()
         if LEVELS[level].model_is_low_precision and not LEVELS[level].master_weights:
-            with contextlib.suppress(TypeError):  # of a step of its own, which shows no updates
+            with contextlib.suppress(
+                TypeError
+            ):  # a custom step(), whose updates the meter cannot see
                 meter = optimizer.meter(every=1)
                 step(batches[len(losses) % len(batches)])
                 rows = (row for row in meter.readings if not row.has_master and row.is_lost)
@@ -252,7 +255,7 @@ class _Task:
             skipped = optimizer.skipped_steps["nonfinite"]
             step(batch, functools.partial(loss_of, self._loss_function))
             if all(parameter.grad is None for parameter in model.parameters()):
-                raise ValueError(f"{_ORIGINAL} The copy got no gradient.")
+                raise ValueError(f"{_MUST_USE_THE_COPY} The copy got no gradient.")
             clean = clean + 1 if optimizer.skipped_steps["nonfinite"] == skipped else 0
             if clean == _CLEAN:
                 return sessions.of_optimizers([optimizer]).loss_scalers[0].loss_scale()
@@ -291,7 +294,7 @@ def _untouched(task: _Task) -> Iterator[None]:
 
     def refuse(module: nn.Module, args: Any) -> None:
         if module is task.model:  # copies have the hook, too
-            raise ValueError(f"{_ORIGINAL} It used the original model.")
+            raise ValueError(f"{_MUST_USE_THE_COPY} It used the original model.")
 
     for parameter, _ in gradients:  # a loss function that uses the original adds to none of its own
         parameter.grad = None

@@ -39,7 +39,8 @@ class Finished(BaseException):
 class SyncRecorder(TorchDispatchMode):
     """Records the user's lines that synchronize with the GPU (or would, with one), and by what.
 
-    On the CPU nothing inside of an optimizer's step counts: torch's keep numbers on the CPU.
+    On the CPU, operations inside an optimizer's step do not count: torch's optimizers keep their
+    step counts there, so reading them would not wait for a GPU.
     """
 
     on_gpu = in_step = False

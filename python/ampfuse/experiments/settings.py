@@ -221,7 +221,7 @@ def _variants(args: argparse.Namespace, device: torch.device) -> list[dict[str, 
         variant = {"variant": args.mode, "precision": args.opt_level or precision}
         return [{**variant, "loss_scale": loss_scale or published_scale}]
     names = args.variant or ([args.opt_level] if args.opt_level else ["fp32"])
-    # The FP32 line of E4 has a static scale, but no --fp16.
+    # E4's published FP32 command has --static-loss-scale but not --fp16: it trains FP32 alone.
     if not (args.variant or args.opt_level or args.static_loss_scale):
         names.append("O2" if device.type == "cuda" else "O5")
     if "all" in names:

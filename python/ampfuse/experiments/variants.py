@@ -85,6 +85,7 @@ class Variant:
         """Convert model and optimizer to the precision."""
         settings = self.settings
         static = settings.loss_scale if isinstance(settings.loss_scale, float) else None
+        self._static = static
         self.scaler = torch.amp.GradScaler(
             self.device.type,
             init_scale=static or 2.0**16,
@@ -133,7 +134,10 @@ class Variant:
         # Public alternatives (get_scale, the overflow flags) make the host wait.
         used = scaler._get_scale_async().clone()
         scaler.update()
-        return used, (scaler._get_scale_async() < used).float()
+        skipped = (scaler._get_scale_async() < used).float()
+        if self._static:  # a GradScaler backs off from any scale
+            scaler.update(self._static)
+        return used, skipped
 
     def test(self, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
         """Sum of the losses, correct answers and number of images of `batches`, in evaluation

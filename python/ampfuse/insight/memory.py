@@ -179,7 +179,7 @@ def held_bytes(
         if tensor in states:
             if tensor.itemsize == 2:
                 held["masters"] += elements * _MASTER_BYTES[options["master_weights"]]
-            if options.get("ema_decay"):
+            if options.get("ema_decay") is not None:
                 held["average"] += elements * _AVERAGE_BYTES
             count, of_group = states[tensor]
             if storage in STORAGES:  # otherwise a state has the parameter's type

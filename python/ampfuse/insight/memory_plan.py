@@ -51,6 +51,7 @@ class Change:
     name: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     model: str | None = None  # what `PlannedTraining` knows it by
+    levels: tuple[str, ...] = ("O2", "O5")  # of options, those that take them
 
 
 # Each is added to those before it: first what loses nothing, then what costs precision or time.
@@ -61,7 +62,7 @@ CHANGES = (
     Change("fuse=True", model="fuse"),
     Change("recompute_norms", model="recompute_norms"),
     Change("activation checkpointing", model="checkpointing"),
-    Change('no masters, rounding="stochastic"', {"master_weights": False}),
+    Change('no masters, rounding="stochastic"', {"master_weights": False}, levels=("O5",)),
 )
 
 
@@ -144,7 +145,7 @@ def _rows_of_changes(
     options: dict[str, Any] = {}
     changes: tuple[str, ...] = ()
     for change in CHANGES:
-        if change.options and not (training.is_fused and level in ("O2", "O5")):
+        if change.options and not (training.is_fused and level in change.levels):
             continue
         if change.model and not training.can(change.model):
             continue

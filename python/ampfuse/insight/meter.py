@@ -101,7 +101,7 @@ class Meter:
     def __init__(self, optimizer: AmpOptimizer) -> None:
         self._optimizer = optimizer
         self._every: int | None = None
-        self._steps = self._start = 0  # so far, and when the meter was switched on
+        self._steps = self._start = 0  # so far, and at the last call
         self._keeps_bits = False
         self._records: deque[_Record] = deque()
 
@@ -128,9 +128,7 @@ class Meter:
         for name, value in (("every", every), ("history", history)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if self._every is None:
-            self._start = self._steps
-        self._every = every
+        self._start, self._every = self._steps, every
         self._keeps_bits = changed_bits
         self._records = deque(self._records, maxlen=history)
         return self

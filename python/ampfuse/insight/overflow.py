@@ -36,9 +36,9 @@ def explain_overflow(
 
     With `after` it arms itself: after that many skipped steps in a row the next step is watched,
     from its forward pass on, and the explanation is logged (logger "ampfuse.amp", WARNING). It
-    reports again once steps were applied in between. If that step, which runs uncompiled, is
-    finite, and as many compiled ones after it are skipped again, it is logged that only these
-    overflow.
+    reports again once steps were applied in between. If the watched step, which runs uncompiled, is
+    finite, but `after` compiled steps in a row after it are skipped, the log says that only the
+    compiled program overflows.
 
     A watched step runs every operation as always and gives the same bits, but synchronizes with
     the device after each of them. Compiled code runs uncompiled in it. An armed watch adds nothing

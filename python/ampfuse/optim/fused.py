@@ -185,7 +185,7 @@ class FusedOptimizer(AmpOptimizer):
     @dynamo_disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step; see the class for masters, clipping and overflow.
+        """Make one step; see :class:`Options` for masters, clipping and overflow.
 
         Arguments:
             closure: reevaluates the model under ``torch.enable_grad`` and returns the loss.

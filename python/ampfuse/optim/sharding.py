@@ -174,7 +174,7 @@ class Gathered:
     ) -> None:
         self._group = group_of(mesh)
         self._shards = shards
-        self._like = next(iter(shards.values()))
+        self._template = next(iter(shards.values()))
         me, self._ranks = dist.get_rank(self._group), range(self._group.size())
         self._shapes = {key: tuple(param.shape) for key, param in like.items()}
         self._pieces = {
@@ -193,7 +193,7 @@ class Gathered:
 
     def wait(self) -> dict[Any, Tensor]:
         """The tensors that this rank has, whole."""
-        self._whole = {key: self._like.new_empty(self._shapes[key]) for key in self._mine}
+        self._whole = {key: self._template.new_empty(self._shapes[key]) for key in self._mine}
         for rank, pieces in enumerate(self._end()):
             for key, piece in zip(self._received_from(rank), pieces, strict=True):
                 self._whole[key][self._pieces[key][rank].block] = piece
@@ -228,7 +228,7 @@ class Gathered:
     def _begin(self, out: list[list[Tensor]], shapes: list[list[_Shape]]) -> None:
         """Send each rank its tensors of `out`, and receive some of `shapes` from each."""
         flat = [tensor.reshape(-1) for tensors in out for tensor in tensors]
-        sent = torch.cat([self._like.new_empty(0), *flat])
+        sent = torch.cat([self._template.new_empty(0), *flat])
         sizes = [sum(map(math.prod, of_rank)) for of_rank in shapes]
         self._expected, self._received = shapes, sent.new_empty(sum(sizes))
         # As bytes: not every backend supports half precision.

@@ -77,11 +77,11 @@ class StateSpec:
         """Its values, as float32."""
         storage = self.storage_in(state)
         assert storage is not None
-        lists = [state[key] for key in storage.keys(self.name)]
+        tensors = [state[key] for key in storage.keys(self.name)]
         if not storage.block:
-            return lists[0].to(torch.float32)
-        values = _core.C.empty_laid_out_as(lists[0])
-        _core.C.decode_state(self.algorithm, self.place, storage.name, lists, values)
+            return tensors[0].to(torch.float32)
+        values = _core.C.empty_laid_out_as(tensors[0])
+        _core.C.decode_state(self.algorithm, self.place, storage.name, tensors, values)
         return values
 
     def fit(self, state: dict[str, Any], param: Tensor, storage: Storage, fill: float) -> None:
@@ -102,11 +102,11 @@ class StateSpec:
 
     def put(self, state: dict[str, Any], values: Tensor, storage: Storage) -> None:
         """Store `values` (float32, in the parameter's layout) in `state`, rounded to nearest."""
-        lists = self._make(state, values, storage)
+        tensors = self._make(state, values, storage)
         if storage.block:
-            _core.C.encode_state(self.algorithm, self.place, values, storage.name, lists)
+            _core.C.encode_state(self.algorithm, self.place, values, storage.name, tensors)
         else:
-            lists[0].copy_(values)
+            tensors[0].copy_(values)
 
     def _make(self, state: dict[str, Any], like: Tensor, storage: Storage) -> list[Tensor]:
         """Replace its tensors in `state` by new ones, which have no values yet."""

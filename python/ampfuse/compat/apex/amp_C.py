@@ -6,7 +6,7 @@ sets it to 1 and never clears it. The chunk size has no effect. Tensors are floa
 float16 or bfloat16, each by itself (not in the optimizers); norms, scale and axpby take integers
 too, as the counters in averages of state dicts, and do as torch does: results are truncated.
 Tensors at the same place of the lists have as many elements and are read in the order of their
-memory. What does not fit is a RuntimeError.
+memory. What does not fit raises RuntimeError.
 
 Source: the argument orders and flags of NVIDIA apex's ``amp_C`` (BSD-3-Clause).
 """

@@ -62,7 +62,7 @@ def install() -> ModuleType:
 
     Call it before anything imports apex. Old checkpoints that hold apex's pickled loss scalers then
     load too, also with ``torch.load(..., weights_only=True)``. If another apex is installed, a
-    warning names it; if it was imported already, that is a RuntimeError: modules hold on to it.
+    warning names it; if it was imported already, RuntimeError is raised: modules hold on to it.
     """
     other = installed_apex()
     if other is not None and "apex" in sys.modules:
@@ -87,7 +87,8 @@ def take_names() -> ModuleType:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`, but for who has imported the modules; old pickles are refused again."""
+    """Undo :func:`install`, except in code that has imported the modules. Old pickles are
+    refused."""
     for name, module in _modules().items():
         if sys.modules.get(name) is module:
             del sys.modules[name]

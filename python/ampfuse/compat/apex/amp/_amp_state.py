@@ -26,7 +26,8 @@ class AmpState:
     verbosity = 1
     min_loss_scale: float | None = None
     max_loss_scale = 2.0**24
-    # To set: contradictory options warn and do not raise; half parameters are accepted by both.
+    # For scripts to set. With hard_override contradictory options warn and do not raise; either one
+    # accepts half parameters.
     hard_override = allow_incoming_model_not_fp32 = False
 
     @property

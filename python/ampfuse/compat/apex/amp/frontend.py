@@ -79,7 +79,7 @@ def initialize(
 
     At O1 and O4 autocast stays on outside ``forward`` too, see
     :func:`ampfuse.amp.cast_everywhere`. With ``verbosity=1`` each overflow prints apex's line.
-    Errors are ampfuse's; an ``FP16_Optimizer`` is a RuntimeError too. For contradictory
+    Errors are ampfuse's; an ``FP16_Optimizer`` raises RuntimeError too. For contradictory
     options they are warnings if ``_amp_state.hard_override`` is set.
 
     Source: ``apex.amp.initialize``; O4 and O5 from ROCm/apex.

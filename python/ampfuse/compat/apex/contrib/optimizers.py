@@ -18,7 +18,7 @@ class FusedAdam(fused.FusedAdam, own_step=False):
     """FusedAdam of 2019, which also steps on gradients that it is given.
 
     `bias_correction` is a factor of the rate, and so of the weight decay. `max_grad_norm` clips
-    each group's gradients to that L2 norm, unless it is 0. `eps_inside_sqrt` is a RuntimeError.
+    each group's gradients to that L2 norm, unless it is 0. `eps_inside_sqrt` raises RuntimeError.
     """
 
     def __init__(

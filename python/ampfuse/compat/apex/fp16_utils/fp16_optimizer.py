@@ -38,7 +38,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
 
     The optimizer, then ``optimizer``, is changed in place: masters replace half parameters, and it
     becomes a subclass of its class. A trainable parameter that is neither float32, float16 nor
-    bfloat16 is a TypeError. ``optimizer.backward(loss)`` takes the place of ``loss.backward()``.
+    bfloat16 raises TypeError. ``optimizer.backward(loss)`` takes the place of ``loss.backward()``.
 
     A static scale never skips. `dynamic_loss_args` are ``init_scale``, ``scale_factor``,
     ``scale_window``, ``min_loss_scale``, ``max_loss_scale`` of :class:`ampfuse.amp.LossScaler`.
@@ -125,7 +125,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         """Step the masters and round them into the model; nothing after an overflow.
 
         A closure has to call this object's ``zero_grad`` and ``backward`` and return the loss. It
-        is repeated while it overflows; at the smallest scale that is a RuntimeError.
+        is repeated while it overflows; at the smallest scale it raises RuntimeError.
         """
         if closure is None:
             return None if self._overflow is True else self.optimizer.step()
@@ -161,7 +161,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         return -1 if self.overflow else clip(parameters(self), max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """The FP32 gradients, as lists per param group; None, with a word, after an overflow."""
+        """The FP32 gradients, in a list for each group. After an overflow: None, and a message."""
         if self.overflow:
             print("The latest gradients overflowed: there are no master gradients to look at.")
             return None

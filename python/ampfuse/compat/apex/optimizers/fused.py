@@ -2,7 +2,7 @@
 
 In common, besides torch's arguments: `bias_correction`, False for moments as they are;
 `adam_w_mode` (`adagrad_w_mode`), decoupled weight decay instead of L2 through the gradient;
-`set_grad_none`: ``zero_grad()`` drops gradients. `amsgrad` is a RuntimeError.
+`set_grad_none`: ``zero_grad()`` drops gradients. `amsgrad` raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
     _in_groups: tuple[str, ...] = ()
 
     def construct(self, arguments: dict[str, Any]) -> None:
-        """Run our constructor, given the ``locals()`` of apex's; `amsgrad` is a RuntimeError."""
+        """Run our constructor, given the ``locals()`` of apex's; `amsgrad` raises RuntimeError."""
         options = {_RENAMED.get(name, name): value for name, value in arguments.items()}
         del options["self"]
         if options.pop("amsgrad", False):
@@ -177,7 +177,7 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
     """:class:`ampfuse.optim.Adam` with apex's arguments; by default it is AdamW.
 
     Any step can be captured. With `capturable`, one that a GradScaler drives leaves half gradients
-    unscaled too. `master_weights` keeps FP32 masters; without `capturable` it is a RuntimeError.
+    unscaled too. `master_weights` keeps FP32 masters; without `capturable` it raises RuntimeError.
     `max_grad_norm` and other arguments of 2019 make it the FusedAdam of ``apex.contrib``.
     """
 
@@ -342,7 +342,7 @@ class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
 class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
     """:class:`ampfuse.optim.NovoGrad` with apex's arguments.
 
-    `norm_type` is 2, or 0 for the largest magnitude; another is a RuntimeError.
+    `norm_type` is 2, or 0 for the largest magnitude; another raises RuntimeError.
     """
 
     multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)

@@ -104,7 +104,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
             "cur_scale": self.cur_scale,
             "cur_iter": self.loss_scaler._unskipped,  # since an overflow before the first
             "last_overflow_iter": -1,
-            "scale_factor": 2.0,
+            "scale_factor": self.loss_scaler._rule.growth_factor,
             "scale_window": self.loss_scaler._scale_seq_len,
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_groups": [[p.detach() for p in group] for group in self.fp32_groups],

@@ -79,7 +79,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 class Reducer:
     """Averages over all processes when asked: tensors, or a module's gradients.
 
-    A module's parameters are broadcast from the first process now.
+    The constructor broadcasts a module's parameters from the first process.
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
