@@ -168,7 +168,7 @@ class Plain(torch.optim.Optimizer):
 
 
 def parameters(shapes, *dtypes, device="cpu"):
-    """A parameter of each shape, in all types in turn."""
+    """Return a parameter of each shape; the dtypes take turns."""
     pairs = zip(shapes, itertools.cycle(dtypes or (f32,)), strict=False)
     return [nn.Parameter(torch.randn(shape).to(device, dtype)) for shape, dtype in pairs]
 
@@ -199,14 +199,14 @@ def give_gradients(params, step=None, scale=1.0):
 
 
 def train(optimizer, steps=(0,)):
-    """Gradients depend on the step alone."""
+    """Make `steps` of `optimizer`, with gradients that depend on the number of the step alone."""
     for step in steps:
         give_gradients(params_of(optimizer), step)
         optimizer.step()
 
 
 def set_grad(param, grad):
-    """param.grad = grad, whatever the gradient's dtype."""
+    """Set ``param.grad``, whatever the gradient's dtype."""
     if grad is not None and grad.dtype != param.dtype:
         param.grad = None
         param.grad_dtype = None
@@ -220,7 +220,7 @@ def can_mix_dtypes():
 
 @contextlib.contextmanager
 def refused(optimizer, message, error=ValueError):
-    """The block raises, and changes nothing."""
+    """Assert that the block raises, and that it changes nothing."""
 
     def state():
         return copy.deepcopy((optimizer.state_dict(), snapshot(optimizer)))
@@ -235,7 +235,7 @@ def refused(optimizer, message, error=ValueError):
 
 
 def losses_at(level, model, make_optimizer, batches, loss_of, **options):
-    """The losses of a training by amp on `batches`."""
+    """Train `model` by amp at `level` on `batches`; return the losses."""
     optimizer = make_optimizer(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     losses = []
@@ -250,12 +250,13 @@ def losses_at(level, model, make_optimizer, batches, loss_of, **options):
 
 
 def history_of_norms(log_mean, log_variance=0.0):
-    """The step history after a hundred applied steps, counted from 0, of such gradient norms."""
+    """Return the step history after a hundred applied steps whose norms have this mean and variance
+    of their logarithms."""
     return torch.tensor([0.0] * 7 + [100, log_mean, log_variance], dtype=f64)
 
 
 def through_a_file(state, weights_only=True):
-    """Saved and loaded."""
+    """Return `state` after it was saved and loaded."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -263,7 +264,7 @@ def through_a_file(state, weights_only=True):
 
 
 def most_allocated(call):
-    """The most bytes of tensors at one time that `call` makes, and what it returns."""
+    """Return the peak of the bytes of tensors that `call` makes, and its result."""
     with tensor_memory(torch.device("cpu")) as peak:
         result = call()
     return int(peak.mib * 2**20), result
@@ -368,7 +369,8 @@ def assert_rounded(name, found, right, error, size):
 
 
 def assert_torchs_own(call):
-    """`call` gives tensors of torch's bits and layout, or its error."""
+    """Assert that `call` gives tensors of the same bits and layout with torch's own kernels, or the
+    same error."""
     answers = []
     for on in (True, False):
         with cpu_half_ops(on):
@@ -388,7 +390,7 @@ def assert_torchs_own(call):
 
 
 class Convolution:
-    """Its arguments, drawn for the shapes of x and weight; forward and backward."""
+    """The arguments of a convolution, drawn for shapes of x and weight, and its two passes."""
 
     def __init__(
         self, x, w, stride=1, padding=0, dilation=1, bias=False, transposed=False, groups=1,

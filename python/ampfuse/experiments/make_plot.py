@@ -88,8 +88,11 @@ Lines = dict[tuple[str, str], list[Row]]
 
 
 def lines(rows: Sequence[Row]) -> Lines:
-    """The rows of each line by GPU and name: the variant, the conditions in which its rows of one
-    batch size differ, and the length if that of lines differs."""
+    """The rows of each line, by its GPU and its name.
+
+    The name is the variant. If rows of one GPU, variant and batch size differ in conditions, these
+    follow in parentheses; if lines differ in length, the length follows.
+    """
     found: Lines = {}
     for row in rows:
         point = (row.gpu, row.variant, row.batch_size)
@@ -132,11 +135,14 @@ _DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3)), (0
 
 
 def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figure | None:
-    """Training "time", or "memory" in MB of 10^6 bytes, against batch size: a line per GPU and
-    variant. For a single batch size, a bar per variant and GPU. Words stand where a variant has no
-    value because it diverged. All rows are of one model; None if they have no values.
+    """Draw training "time", or "memory" in MB of 10^6 bytes, against batch size.
 
-    `std` shows the sample standard deviation of the repeats as error bars.
+    There is a line for each GPU and variant; for a single batch size, a bar for each. Where a
+    variant diverged, text says so. All rows are of one model. `std` adds error bars: the sample
+    standard deviation of the repeats.
+
+    Returns:
+        None if the rows have no values.
     """
     from matplotlib.figure import Figure
 
@@ -188,8 +194,8 @@ def _add_legend(figure: Figure, axes: Axes, gpus: Sequence[str]) -> None:
 
 
 def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -> None:
-    """Draw `found`: the GPU determines the colour and the variant the dash; with one GPU the
-    variant both. Bars of one variant stand next to each other."""
+    """Draw the lines or bars. The color shows the GPU and the dash the variant; with a single GPU
+    both show the variant. Bars of one variant stand next to each other."""
     gpus, names = (_distinct(part) for part in zip(*found, strict=True))
     width = 0.8 / len(gpus)
     for (gpu, name), members in found.items():
@@ -224,7 +230,7 @@ _DATA = {"cifar10": "CIFAR-10", "mnist": "MNIST", "imagenet": "ImageNet", "digit
 
 
 def _title_of(rows: Sequence[Row]) -> str:
-    """The model and its data, or whose figures these are."""
+    """The model and its data: "VGG16 on CIFAR-10"; for published results, the model alone."""
     model = "mnist_cnn" if rows[0].experiment == "demo" else rows[0].model
     data = []
     for conditions in (row.conditions for row in rows if row.runs):
