@@ -42,7 +42,7 @@ for _ in train(nn.Linear(16, 16), DataLoader(Slow(lambda i: 0.002), batch_size=4
 SLOW_LOOP = "for _ in train(nn.Linear(16, 16), torch.randn(4, 16)): time.sleep(0.005)"
 # Already BF16, so half precision cannot help; many products for each weight that is updated.
 MATRIX = """
-layer, x = nn.Linear(1024, 1024, bias=False).bfloat16(), torch.randn(384, 1024).bfloat16()
+layer, x = nn.Linear(1024, 1024, bias=False).bfloat16(), torch.randn(1536, 1024).bfloat16()
 for _ in train(nn.Sequential(*[layer] * 8), x): pass
 """
 CASTS = """
