@@ -14,6 +14,7 @@ namespace {
 
 // Less memory than this would mostly be the rims around the huge pages inside.
 constexpr size_t kLarge = size_t(4) << 20;
+
 // For memory that is not touched yet. A kernel without huge pages, or one that always gives them,
 // ignores it.
 void ask_for_huge_pages(void* data, size_t bytes) {

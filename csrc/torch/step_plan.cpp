@@ -28,8 +28,9 @@ void for_algorithms(ParamTable& table, const Pass& pass) {
 
 }  // namespace
 
-// Checks the gradient of a row and gives it to the core.
-void StepPlan::collect_gradient(int64_t index, const std::optional<at::Tensor>& scale,
+// Checks the gradient of a row and gives it to the core. Returns whether it carries the ledger's
+// loss scale.
+bool StepPlan::collect_gradient(int64_t index, const std::optional<at::Tensor>& scale,
                                 bool write_back, bool write_back_half) {
   const at::Tensor none;
   Row& row = table_.rows()[size_t(index)];
@@ -38,7 +39,6 @@ void StepPlan::collect_gradient(int64_t index, const std::optional<at::Tensor>& 
   TORCH_CHECK(row.grad_state != Grad::kStashed,
               "step() inside a backward pass of scale_loss; call it after the context has ended");
   const bool carries_scale = row.has_grad && row.carries_scale();
-  carries_scale_ |= carries_scale;
   const at::Tensor& used = row.has_grad ? row.checked(grad, table_.device) : none;
   row.writes_unscaled =
       write_back && scale && row.has_grad && (write_back_half || used.scalar_type() == at::kFloat);
@@ -46,6 +46,7 @@ void StepPlan::collect_gradient(int64_t index, const std::optional<at::Tensor>& 
   table_.set_unscaled(index, row.writes_unscaled ? used : none);
   if (row.has_grad ? !row.inspected.is_unchanged(grad) : row.inspected.impl.has_value())
     unchanged_ = false;
+  return carries_scale;
 }
 
 std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Tensor>& scale,
@@ -56,7 +57,7 @@ std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Te
   if (!table_.matches(groups, states)) return std::nullopt;
   std::vector<Row>& rows = table_.rows();
   if (table_.has_shards) borrow_local_gradients(rows);
-  carries_scale_ = false;
+  bool of_pass = ledger_.had_pass();
   unchanged_ = !ledger_.has_edited_sums();
   edited_.clear();
   staged_.clear();
@@ -67,12 +68,11 @@ std::optional<std::vector<int64_t>> StepPlan::collect(const std::optional<at::Te
     Row& row = rows[i];
     table_.follow_storage(i);
     if (row.was_edited()) edited_.push_back(i);
-    collect_gradient(i, scale, write_back, write_back_half);
+    of_pass |= collect_gradient(i, scale, write_back, write_back_half);
     if (!row.has_grad && !row.accumulated.defined()) continue;
     if (row.algorithm != Algorithm::of<NoOp>() && !row.has_states) stateless.push_back(i);
     if (info(row.algorithm).scratch >= 0) staged_.push_back(i);
   }
-  const bool of_pass = carries_scale_ || ledger_.had_pass();
   TORCH_CHECK(!(scale && of_pass),
               "these gradients carry the loss scale of amp.scale_loss and a GradScaler's as "
               "well; use one of the two");

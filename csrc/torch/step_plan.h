@@ -56,7 +56,7 @@ class StepPlan {
   void mark_stepped();
 
  private:
-  void collect_gradient(int64_t index, const std::optional<at::Tensor>& scale, bool write_back,
+  bool collect_gradient(int64_t index, const std::optional<at::Tensor>& scale, bool write_back,
                         bool write_back_half);
   bool is_measured() const;
   void check_collected() const;
@@ -73,7 +73,6 @@ class StepPlan {
   // What collect() found; valid as long as nothing has changed since.
   int64_t collected_at_ = -1;    // table_.changes then
   at::Tensor scale_;             // of the gradients; undefined: 1
-  bool carries_scale_ = false;   // some gradient carries the loss scale of the ledger
   bool unchanged_ = false;       // the gradients are those that were inspected last
   std::vector<int64_t> staged_;  // rows that have work between two stages
   std::vector<int64_t> edited_;  // rows whose model weight was edited

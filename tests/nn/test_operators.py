@@ -228,3 +228,11 @@ def test_weight_and_bias_of_two_types_are_an_error():
     weight, bias = torch.ones(8, dtype=torch.bfloat16), torch.zeros(8)
     with pytest.raises(TypeError, match=r"weight is .*BFloat16 and bias .*Float"):
         nn_ops().norm_forward(x, None, weight, bias, 8, 1e-5, True)
+
+
+@pytest.mark.parametrize(("gradients", "sums"), [(0, 8), (4, 0)])
+def test_a_gradient_of_losses_that_are_not_there(gradients, sums):
+    logits, target = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
+    given = torch.empty(gradients), logits, target, None, torch.empty(sums)
+    with pytest.raises(ValueError, match="for 4 rows they need 4 and 8"):
+        nn_ops().cross_entropy_gradient(*given, -100, 0.0)

@@ -238,9 +238,8 @@ class _Task:
                 break
         times, skipped, stale = clock.flush(), int(optimizer.skipped_steps["nonfinite"]), ()
         if LEVELS[level].model_is_low_precision and not LEVELS[level].master_weights:
-            with contextlib.suppress(
-                TypeError
-            ):  # a custom step(), whose updates the meter cannot see
+            # The meter cannot see the updates of a custom step().
+            with contextlib.suppress(TypeError):
                 meter = optimizer.meter(every=1)
                 step(batches[len(losses) % len(batches)])
                 rows = (row for row in meter.readings if not row.has_master and row.is_lost)

@@ -218,7 +218,7 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
     ) -> Any:  # fmt: skip
         """One step. ``step(grad_scaler=s)`` unscales, and skips on overflow, by torch's GradScaler.
 
-        The arguments in the middle, which apex gave up, are a RuntimeError.
+        The arguments in the middle, which apex gave up, raise RuntimeError.
         """
         gone = {"grads": grads, "output_params": output_params}
         gone |= {"scale": scale, "grad_norms": grad_norms}
