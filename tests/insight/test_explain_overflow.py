@@ -731,6 +731,7 @@ def explain_an_overflow():
         with torch.no_grad():
             model[0].weight.copy_(torch.eye(8))
             model[0].bias.zero_()
+            model[2].weight.fill_(1.0)  # or the sign of the infinite gradients would be random
         model = spread(model)
         for value in (20.0 * dist.get_rank(), 0.0):
             with insight.explain_overflow(model) as watch:
