@@ -230,9 +230,17 @@ def test_weight_and_bias_of_two_types_are_an_error():
         nn_ops().norm_forward(x, None, weight, bias, 8, 1e-5, True)
 
 
-@pytest.mark.parametrize(("gradients", "sums"), [(0, 8), (4, 0)])
-def test_a_gradient_of_losses_that_are_not_there(gradients, sums):
+@pytest.mark.parametrize(
+    ("gradients", "sums", "says"), [(0, 8, "has 0 elements; it needs 4"), (4, 0, "it needs 8")]
+)
+def test_a_gradient_of_losses_that_are_not_there(gradients, sums, says):
     logits, target = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
     given = torch.empty(gradients), logits, target, None, torch.empty(sums)
-    with pytest.raises(ValueError, match="for 4 rows they need 4 and 8"):
+    with pytest.raises(ValueError, match=says):
         nn_ops().cross_entropy_gradient(*given, -100, 0.0)
+
+
+def test_a_gradient_of_a_norm_without_rstd_is_an_error():
+    x, none = torch.randn(4, 8), torch.empty(0)
+    with pytest.raises(ValueError, match="rstd has 0 elements; it needs 4"):
+        nn_ops().norm_backward(x, None, x, none, none, None, 8, [True] * 3)

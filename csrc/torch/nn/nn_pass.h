@@ -132,9 +132,9 @@ class PassArgs {
     if (is_given(tensor)) args_.vectors[place] = floats(*tensor, name, args_.image.channels);
     return *this;
   }
-  // `each` values for each row; none if it has no elements.
+  // `each` values for each row.
   PassArgs& row_vector(int place, const at::Tensor& tensor, const char* name, int64_t each = 1) {
-    if (tensor.numel() != 0) args_.vectors[place] = floats(tensor, name, each * args_.image.rows);
+    args_.vectors[place] = floats(tensor, name, each * args_.image.rows);
     return *this;
   }
   // One value; nothing if there is no tensor.

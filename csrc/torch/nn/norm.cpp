@@ -28,10 +28,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_pass(const Tensor& x,
   if (x.is_meta()) return {y, sum, mean, rstd};
   PassArgs args(x, columns);
   if (is_given(residual)) args.image(LayerNorm::kSum, sum, "sum");
+  if (centered) args.row_vector(Norm::kMean, mean, "mean");
   args.image(LayerNorm::kX, x, "x")
       .image(LayerNorm::kResidual, residual, "residual")
       .image(LayerNorm::kY, y, "y")
-      .row_vector(Norm::kMean, mean, "mean")
       .row_vector(Norm::kRstd, rstd, "rstd")
       .affine(weight, bias)
       .number(LayerNorm::kEps, eps);
@@ -53,9 +53,9 @@ std::tuple<Tensor, Tensor> backward_into(const Tensor& dy, const OptionalTensor&
   if (s.is_meta()) return {dweight, dbias};
   const auto pass = [&] {
     PassArgs args(s, columns);
+    if (mean.numel() != 0) args.row_vector(Norm::kMean, mean, "mean");  // none of an RMS norm
     args.image(NormBackward::kDy, dy, "dy")
         .image(NormBackward::kS, s, "s")
-        .row_vector(Norm::kMean, mean, "mean")
         .row_vector(Norm::kRstd, rstd, "rstd");
     return args;
   };
