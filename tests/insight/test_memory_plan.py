@@ -12,8 +12,8 @@ from torch import nn
 import ampfuse
 from ampfuse import amp, half_ops, hardware
 from ampfuse.amp import session
+from ampfuse.cli import main
 from cases import most_allocated
-from programs import python
 
 
 class Block(nn.Module):
@@ -336,18 +336,30 @@ def test_errors():
         ampfuse.plan(model, batch)
 
 
-def test_the_command():
+def test_the_command(capsys):
     pytest.importorskip("timm")
     pytest.importorskip("transformers")
+
+    def command(*arguments):
+        """The command's last error line, "" if it succeeds, and its output."""
+        try:
+            status = main(["plan", "--device", "cpu", *arguments])
+        except SystemExit as exit:
+            status = exit.code
+        out, err = capsys.readouterr()
+        assert status == (2 if err else 0)
+        return err.strip().rpartition("\n")[-1], out
+
     sizes = "hidden_size=64 num_hidden_layers=2 num_attention_heads=4 intermediate_size=128"
     for arguments, says in (
         (["--timm", "resnet18", "--image", "64", "--optimizer", "SGD"], "SGD, 11,689,512 param"),
         (["--hf", "llama", "--tokens", "64", "--set", *sizes.split()], "LinearCrossEntropy"),
         (["--hf", "llama", "--tokens", "64", "--compile", "--set", *sizes.split()], "compiled"),
     ):
-        run = python("-m", "ampfuse", "plan", "--device", "cpu", "--budget", "1GB", *arguments)
-        assert says in run.stdout
-        assert "fits" in run.stdout
+        error, output = command("--budget", "1GB", *arguments)
+        assert not error
+        assert says in output
+        assert "fits" in output
     for arguments, says in (
         (["--timm", "resnet19"], "not a model of timm"),
         (["--hf", "vit"], "not a causal language model"),
@@ -355,9 +367,8 @@ def test_the_command():
         (["--hf", "llama", "--set", "x"], "expected KEY=VALUE"),
         (["--timm", "resnet18", "--level", "O7"], "one of O0"),
     ):
-        run = python("-m", "ampfuse", "plan", "--device", "cpu", *arguments)
-        assert run.returncode == 2
-        assert says in run.stderr.strip().splitlines()[-1]
+        error, _ = command(*arguments)
+        assert says in error
 
 
 class Attention(nn.Module):
