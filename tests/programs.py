@@ -7,11 +7,13 @@ interpreter does.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -42,13 +44,18 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
     return Program(*arguments, **environment).wait()
 
 
-def ranks(size: int, *arguments: object, timeout: float = 120) -> list[str]:
-    """Run a program as `size` processes of one torch.distributed group; their output, by rank.
+def ranks(
+    size: int, *arguments: object, timeout: float = 600
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program as `size` processes of one torch.distributed group; how each ended, by rank.
 
     If one fails, the others have five seconds more, and the errors of all are reported: the first
     that ends may only have lost the connection to the one that failed.
     """
-    programs = started(size, *arguments)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    programs = [
+        Program(*arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(size)
+    ]
     deadline = time.monotonic() + timeout
     running = {program.sentinel: program for program in programs}
     while running and (left := deadline - time.monotonic()) > 0:
@@ -62,7 +69,7 @@ def ranks(size: int, *arguments: object, timeout: float = 120) -> list[str]:
         for rank, result in enumerate(results)
     ]
     assert all(result.returncode == 0 for result in results), "\n".join(ends)
-    return [result.stdout for result in results]
+    return results
 
 
 def in_processes(
@@ -70,12 +77,13 @@ def in_processes(
 ) -> list[tuple[dict[str, Any], dict[str, str]]]:
     """Call functions of a test file, one after the other, in each of `size` processes of a group.
 
-    They have `folder` as the current one, and torch's default device is DEVICE. Returns for each
-    rank, by the functions' names, their results and the errors of those that failed.
+    They have `folder` as the current one, and torch's default device is DEVICE. Each function
+    starts from seed 0, as a test does. Returns for each rank, by the functions' names, their
+    results and the errors of those that failed.
     """
     import torch
 
-    ranks(size, __file__, folder, file, *names, timeout=120 * size)
+    ranks(size, __file__, folder, file, *names)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
@@ -99,11 +107,12 @@ def _one_of_several(folder: str, file: str, *names: str) -> None:
     if device != "cpu":
         torch.set_default_device(device)
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, timeout=timedelta(seconds=300))
     os.chdir(folder)
     results, errors = {}, {}
     for name in names:
         job = getattr(module, name)
+        torch.manual_seed(0)
         try:
             results[name] = getattr(job, "body", job)()
         except Exception:
@@ -111,21 +120,15 @@ def _one_of_several(folder: str, file: str, *names: str) -> None:
             print(name, errors[name], file=sys.stderr, flush=True)
     torch.save((results, errors), f"{dist.get_rank()}.pt")
     dist.barrier()
-    os._exit(0)  # gloo's threads now and then abort a process that ends by itself
-
-
-def started(size: int, *arguments: object) -> list[Program]:
-    """Start a program as `size` processes of one torch.distributed group, without waiting."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-    return [
-        Program(*arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(size)
-    ]
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port below those that the system gives to connections, so that it is free until used."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 class Program:
@@ -193,6 +196,10 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str) -> None
         sys.argv[0] = program
         sys.path.insert(0, str(Path(program).parent))
         runpy.run_path(program, run_name="__main__")
+    if "WORLD_SIZE" in environment:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # gloo's threads now and then abort a process that ends by itself
 
 
 if __name__ == "__main__":

@@ -244,14 +244,14 @@ def test_the_loop_on_shards_goes_on_on_any_number_of_ranks(tmp_path):
     (code,) = re.findall(r"## A whole loop.*?```python\n(.*?)```", page, re.DOTALL)
     script, folder = tmp_path / "loop.py", tmp_path / "checkpoints"
     script.write_text(code.replace('Path("checkpoints")', f"Path({str(folder)!r})"))
-    lines = ranks(2, script)[0].splitlines()
+    lines = ranks(2, script)[0].stdout.splitlines()
     losses = [float(re.findall(r"loss ([\d.]+)", line)[0]) for line in lines]
     assert losses[0] > losses[1] > losses[2]
     (folder / "30" / ".metadata").unlink()  # as of one that was killed while it wrote
-    assert ranks(2, script)[0].splitlines() == lines[2:]
+    assert ranks(2, script)[0].stdout.splitlines() == lines[2:]
     shutil.rmtree(folder / "30")
     (alone,) = ranks(1, script)
-    norms = [re.findall(r"norm ([\d.]+)", line)[0] for line in (alone, lines[2])]
+    norms = [re.findall(r"norm ([\d.]+)", line)[0] for line in (alone.stdout, lines[2])]
     assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-2)
 
 

@@ -151,11 +151,11 @@ def test_the_language_model_takes_a_folder(tmp_path):
 def test_the_sharded_language_model_goes_on_with_the_same_bits(tmp_path, compiled):
     import_needs("finetune_llama_one_gpu")
     small = [EXAMPLES / "finetune_llama_fsdp.py", "--length", "32", "--batch", "4", *compiled]
-    whole = ranks(2, *small, "--steps", "20")[0]
+    whole = ranks(2, *small, "--steps", "20")[0].stdout
     assert 2 < float(re.findall(r"step 10: loss ([\d.]+)", whole)[0]) < 4.5
     checkpoint = ["--checkpoint", tmp_path]
     ranks(2, *small, "--steps", "10", *checkpoint)
-    rest = ranks(2, *small, "--steps", "20", *checkpoint)[0]
+    rest = ranks(2, *small, "--steps", "20", *checkpoint)[0].stdout
     last = re.findall(r"step 20: loss [\d.]+", whole)
     assert re.findall(r"step 20: loss [\d.]+", rest) == last
     ranks(1, *small, "--steps", "30", *checkpoint)  # by another number of ranks

@@ -141,21 +141,13 @@ def test_the_report_of_the_doctor(tmp_path, monkeypatch):
     Path("train.py").write_text(DOCTORED)
     arguments = ("doctor", "--warmup", "1", "--steps", "3", "train.py")
     printed, shown = python("-m", "ampfuse", *arguments).stdout, sample("insight.md", "train.py")
-    for begins in (
-        *(
-            "train.py: bound by",
-            "Operations that take most:",
-            "At most",
-            "Lines that would synchronize",
-        ),
-        *("  train.py:", "What would help most:", "  1. about"),
-    ):
-        lines = [
-            next(masked(line) for line in text.strip().splitlines() if line.startswith(begins))
-            for text in (printed, shown)
-        ]
-        words = [line.split()[: 3 if begins.startswith("train") else None] for line in lines]
-        assert words[0] == words[1]
+    # What takes most of three steps, and so what is advised first, depends on the machine.
+    begins = ("train.py: bound by", "Operations that take most", "At most", "Lines that would")
+    begins += ("  train.py:", "What would help most:", "  1. ")
+    for text in (printed, shown):
+        lines = text.strip().splitlines()
+        assert all(any(line.startswith(begin) for line in lines) for begin in begins), text
+        assert any(re.match(r"  \d\. about [\d.]+x: BF16 \(O5\)", line) for line in lines), text
 
 
 def test_the_table_of_advise():

@@ -75,20 +75,18 @@ LESS = "less Python, fewer and larger operations"
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "share", "bottleneck", "advice"),
+    ("code", "kind", "bottleneck", "advice"),
     [
-        (SLOW_DATA, "data", 0.7, "data loading", "faster loading"),
-        (SLOW_LOOP, "python", 0.6, "the host", LESS),
+        (SLOW_DATA, "data", "data loading", "faster loading"),
+        (SLOW_LOOP, "python", "the host", LESS),
         # Without the instructions its BF16 products take five minutes.
-        pytest.param(
-            *(MATRIX, "matrix", 0.6, "arithmetic", None), marks=[pytest.mark.slow, NEEDS_BF16]
-        ),
-        (CASTS, "cast", 0.6, "memory", "fewer casts"),
-        (OPTIMIZER, "optimizer", 0.6, "memory", "fused optimizer"),
+        pytest.param(*(MATRIX, "matrix", "arithmetic", None), marks=[pytest.mark.slow, NEEDS_BF16]),
+        (CASTS, "cast", "memory", "fewer casts"),
+        (OPTIMIZER, "optimizer", "memory", "fused optimizer"),
     ],
 )
 def test_bottlenecks_on_programs_with_known_answers(
-    code, kind, share, bottleneck, advice, tmp_path, monkeypatch
+    code, kind, bottleneck, advice, tmp_path, monkeypatch
 ):
     for _ in range(4):  # another process may have had the core for longer than a step takes
         report = see(code, tmp_path, monkeypatch)
@@ -96,7 +94,7 @@ def test_bottlenecks_on_programs_with_known_answers(
         assert list(gains.values()) == sorted(gains.values(), reverse=True)
         worth_it = [name for name, gain in gains.items() if gain > 1.2]
         advised = advice in worth_it if advice else not worth_it
-        if report.bottleneck == bottleneck and report.share_of(kind) > share and advised:
+        if report.bottleneck == bottleneck and report.share_of(kind) > 0.5 and advised:
             break
     else:
         pytest.fail(str(report))
@@ -169,8 +167,8 @@ def test_backends_of_attention_are_compared(more, tmp_path, monkeypatch):
     """Another is advised only if all its calls are faster, and by enough of a step."""
     measured, real = [], report.measure_attention
     for flash, math, advised in (
-        ([4.0, 5.0], [1.0, 3.0], True),
-        ([4.0, 5.0], [1.0, 4.5], False),
+        ([4e3, 5e3], [1e3, 3e3], True),
+        ([4e3, 5e3], [1e3, 4.5e3], False),
         ([4e-6, 5e-6], [1e-6, 3e-6], False),
         ([], [], False),  # none computes it here
     ):

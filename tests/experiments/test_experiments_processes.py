@@ -19,7 +19,7 @@ pytest.importorskip("timm")
 import experiment_files
 from ampfuse.experiments import cifar, imagenet, settings
 from ampfuse.experiments.distributed import World, gathered
-from programs import python, started
+from programs import python, ranks
 
 # Runs command lines, one after another, in one process group: imports and garbage collections take
 # seconds. "*" is the checkpoint there. The network has an eighth of its width.
@@ -84,9 +84,7 @@ class Trained(NamedTuple):
 
 def run_by_two(lines: list[tuple[str, int]], folder: Path) -> Trained:
     """Run `lines`, each with its expected exit status."""
-    ends = [program.wait() for program in started(2, "-c", SEVERAL, json.dumps(lines))]
-    for end in ends:
-        assert end.returncode == 0, end.stderr
+    ends = ranks(2, "-c", SEVERAL, json.dumps(lines))
     return Trained(folder, [end.stdout for end in ends], [end.stderr for end in ends])
 
 
