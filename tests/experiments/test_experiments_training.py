@@ -19,6 +19,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 from ampfuse._core import EXTENSION as _C
+from ampfuse.command_line import UsageError
 from ampfuse.experiments import cifar, make_table, mlp, training
 from ampfuse.experiments.command import load_checkpoint, report
 from ampfuse.experiments.data import open_data
@@ -187,6 +188,15 @@ def test_a_resumed_run_has_the_same_bits(variant, stop_at, tmp_path):
     for name, value in whole.variant.bare_model.state_dict().items():
         assert torch.equal(resumed.variant.bare_model.state_dict()[name], value), name
     assert [line["step"] for line in results[0]["evaluations"]] == [12, 24]
+
+
+def test_a_resumed_run_is_not_shorter_and_reports_no_older_accuracy(tmp_path):
+    saved = stopped(BASE, 22, tmp_path)
+    with pytest.raises(UsageError, match="has done 22 steps, but 21 are asked for"):
+        run_of(dataclasses.replace(BASE, iterations=21), tmp_path, saved)
+    longer = trained(dataclasses.replace(BASE, evaluate=False), tmp_path, saved).result()
+    assert [line["step"] for line in longer["evaluations"]] == [22]
+    assert (longer["accuracy_pct"], longer["test_loss"]) == (None, None)
 
 
 SMALL = "--data digits -b 64 --image-size 16 --variant O5 fp32 --repeats 1 --iterations 2"

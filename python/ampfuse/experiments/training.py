@@ -88,6 +88,9 @@ class Run:
         of_epochs = (settings.epochs or math.inf) * data.batches_per_epoch
         self.total = int(min(settings.iterations or math.inf, of_epochs))
         self.step = resume["step"] if resume else 0
+        if self.step > self.total:
+            asked = f"{self.total} are asked for"
+            raise UsageError(f"--resume: the checkpoint has done {self.step} steps, but {asked}")
         self.record = resume["record"] if resume else Record()
         # The first steps capture the graph and are not timed.
         self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
@@ -283,7 +286,8 @@ class Run:
         times = record.step_ms or [math.nan]
         mean_ms = statistics.fmean(times)
         images = self.settings.batch_size * self.world.size
-        test = record.evaluations[-1] if record.evaluations else {"loss": None, "accuracy": None}
+        at_end = (each for each in record.evaluations if each["step"] == self.step)
+        test = next(at_end, {"loss": None, "accuracy": None})
         accuracy = test["accuracy"]
         now = datetime.datetime.now(datetime.timezone.utc)
         result = {
