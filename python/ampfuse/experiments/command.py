@@ -68,7 +68,7 @@ def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
             say(report(result, todo[0].repeats))
     rows = rows_of(results)
     say(f"\n{make_table.table(rows, make_table.TRAINED)}\n\n{make_table.explained(rows)}")
-    say(f"Results: {place.folder.absolute()}")
+    say(f"{'Traces' if place.profile else 'Results'}: {place.folder.absolute()}")
     return _DIVERGED if any(result["diverged"] for result in results) else 0
 
 
@@ -98,7 +98,7 @@ def train_all(
             raise
         result = run.result(diverged)
         resume = None
-        if place.folder and place.world.rank == 0:
+        if place.folder and place.world.rank == 0 and not place.profile:
             text = json.dumps(result, indent=1, allow_nan=False)
             write(place.folder / f"{name}.json", f"{text}\n".encode())
         yield result
