@@ -288,6 +288,21 @@ def test_different_conditions_make_different_lines(folder):
     assert len(looks) == 6
 
 
+def test_a_condition_that_one_batch_size_has_twice_names_the_whole_line(folder):
+    for batch in (128, 256, 512):
+        folder.add(batch_size=batch)
+    folder.add(**GRAPH)
+    folder.add(variant="FP16", precision="O2", optimizer="adam")
+    folder.add(variant="FP16", precision="O2")
+    (axes,) = make_plot.against_batch(rows_of(folder), "time").axes
+    assert {name: x for name, (x, _, _) in drawn_lines(axes).items()} == {
+        "FP32 (graph False)": [128, 256, 512],
+        "FP32 (graph True)": [128],
+        "FP16 (optimizer adam)": [128],
+        "FP16 (optimizer sgd)": [128],
+    }
+
+
 def test_own_and_published_figures_never_share_a_line(folder):
     for batch in E1_BATCHES:
         folder.add(gpu="V100", batch_size=batch)

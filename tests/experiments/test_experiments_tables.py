@@ -131,6 +131,22 @@ def test_e2_tells_why_a_level_diverged_and_labels_what_differs(folder, capsys):
     ]
 
 
+def test_the_note_tells_rows_of_one_size_apart(folder, capsys):
+    """Rows of other sizes name the same conditions; what they all differ in goes unnamed."""
+    folder.add(torch="2.15.0")
+    folder.add(lr=0.1)
+    folder.add(lr=0.1, graph=True)
+    folder.add(batch_size=256, train_size=4096)
+    found = [(row["batch size"], row["note"]) for row in own(printed(capsys, "e1"))]
+    start = "re-enactment; synthetic data"
+    assert found == [
+        ("128", f"{start}; lr 0.01, torch 2.15.0"),
+        ("128", f"{start}; lr 0.1, torch 2.14.1"),
+        ("128", f"{start}; graph; lr 0.1, torch 2.14.1"),
+        ("256", f"{start}; lr 0.01, torch 2.14.1"),
+    ]
+
+
 def test_e4_has_mean_min_and_max(folder, capsys):
     network = {
         "recipe": "e4",

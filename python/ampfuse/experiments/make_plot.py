@@ -90,31 +90,20 @@ Lines = dict[tuple[str, str], list[Row]]
 def lines(rows: Sequence[Row]) -> Lines:
     """The rows of each line, by its GPU and its name.
 
-    The name is the variant. If rows of one GPU, variant and batch size differ in conditions, these
-    follow in parentheses; if lines differ in length, the length follows.
+    The name is the variant. If rows of one batch size differ in conditions, these follow in
+    parentheses, at all batch sizes; if lines differ in length, the length follows.
     """
     found: Lines = {}
-    for row in rows:
-        point = (row.gpu, row.variant, row.batch_size)
-        conditions = _conditions(row)
-        others = [
-            _conditions(other)
-            for other in rows
-            if (other.gpu, other.variant, other.batch_size) == point
-        ]
-        differing = [
-            name for name in conditions if len({str(o[name]) for o in others if name in o}) > 1
-        ]
-        suffix = ", ".join(f"{name} {conditions[name]}" for name in differing)
-        name = f"{row.variant} ({suffix})" if suffix else row.variant
-        found.setdefault((row.gpu, name), []).append(row)
+    for gpu, variant in _distinct((row.gpu, row.variant) for row in rows):
+        members = [row for row in rows if (row.gpu, row.variant) == (gpu, variant)]
+        names = results.differing(members, ["batch_size"])
+        for row in members:
+            suffix = results.described(row, names)
+            name = f"{variant} ({suffix})" if suffix else variant
+            found.setdefault((gpu, name), []).append(row)
     if len(_lengths(found)) == 1:
         return found
     return {(gpu, f"{name}, {_length(rows)}"): rows for (gpu, name), rows in found.items()}
-
-
-def _conditions(row: Row) -> dict[str, Any]:
-    return {"source": row.source, **row.conditions}
 
 
 def _lengths(found: Lines) -> set[str]:

@@ -56,14 +56,17 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
     """`rows` as a Markdown table of `columns` (default: :data:`PUBLISHED`) that are not empty, with
     an explanation."""
+    own = [row for row in rows if row.runs]
+    differing = results.differing(own, results.SHARED)
+    cell_of = {**CELLS, "note": functools.partial(_note, differing=differing)}
     parts = []
     for name in columns or PUBLISHED:
-        cells = [CELLS[name](row) for row in rows]
+        cells = [cell_of[name](row) for row in rows]
         if any(cells) or name == "note":
             width = max(map(len, (name, *cells)))
             parts.append([text.ljust(width) for text in (name, "-" * width, *cells)])
     text = "\n".join("| " + " | ".join(line) + " |" for line in zip(*parts, strict=True))
-    if not (own := [row for row in rows if row.runs]):
+    if not own:
         return text
     found = [f"memory by {row.memory_kind}" for row in own]
     found += [f"torch {row.conditions['torch']}" for row in own]
@@ -81,8 +84,12 @@ def explained(rows: Sequence[Row]) -> str:
     return "\n".join(dict.fromkeys(lines))
 
 
-def _note(row: Row) -> str:
-    """Why figures are missing, and how a measured row differs from the published ones."""
+# Conditions that every row shows.
+_SHOWN = ("data", "graph", "world_size", "device")
+
+
+def _note(row: Row, differing: Sequence[str]) -> str:
+    """Why a figure is missing, and in which of the conditions `differing` a row was measured."""
     if not row.runs:
         return row.note
     conditions = row.conditions
@@ -93,6 +100,7 @@ def _note(row: Row) -> str:
         notes.append("graph")
     if conditions["world_size"] > 1:
         notes.append(f"{conditions['world_size']} processes")
+    notes.append(results.described(row, (name for name in differing if name not in _SHOWN)))
     return "; ".join(filter(None, notes))
 
 
@@ -120,7 +128,7 @@ def _cell(name: str) -> Callable[[Row], str]:
     return functools.partial(_shown, name=name)
 
 
-# The text of each column.
+# The text of each column but the note.
 CELLS: dict[str, Callable[[Row], str]] = {
     "source": lambda row: "measured here" if row.runs else "published",
     "environment": _cell("platform"),
@@ -140,7 +148,6 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "loss last": _cell("loss_last"),
     "loss mean": _cell("loss_mean"),
     "n": _cell("n"),
-    "note": _note,
     # Of measured runs.
     "step, ms": lambda row: _shown(row, "time_s", 1e3 / row.iterations),
     "skipped": lambda row: f"{row.skipped_steps:.4g}",
@@ -148,7 +155,7 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "outcome": lambda row: row.note,
 }
 # The columns of a table beside published rows, of a command that trains, and of the demo.
-PUBLISHED = list(CELLS)[:-4]
+PUBLISHED = [*list(CELLS)[:-4], "note"]
 _TRAINED = "variant|batch size|step, ms|images/s|memory, MB|loss last|accuracy, %|skipped|scale"
 TRAINED = [*_TRAINED.split("|"), "outcome"]
 DEMO = "variant|time, s|images/s|memory, MB|accuracy, %|skipped|scale".split("|")

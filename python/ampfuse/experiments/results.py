@@ -81,7 +81,7 @@ class Row:
 
 # The fields that have a mean and a deviation, and those that repeats have in common.
 _STATISTICS = [column.name for column in fields(Row) if isinstance(column.default, Statistic)]
-_SHARED = "recipe experiment model gpu variant batch_size optimizer iterations epochs".split()
+SHARED = "recipe experiment model gpu variant batch_size optimizer iterations epochs".split()
 
 
 def records(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -96,6 +96,27 @@ def records(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 record[name] = value
         found.append(record | row.conditions)
     return found
+
+
+def differing(rows: Sequence[Row], shared: Sequence[str]) -> list[str]:
+    """The conditions in which those of `rows` differ that have the same `shared` fields."""
+    values: dict[tuple[Any, ...], set[str]] = {}
+    for row in rows:
+        of_row = [getattr(row, name) for name in shared]
+        for name, value in _conditions(row).items():
+            values.setdefault((name, *of_row), set()).add(str(value))
+    return list(dict.fromkeys(name for (name, *_), texts in values.items() if len(texts) > 1))
+
+
+def described(row: Row, names: Iterable[str]) -> str:
+    """The conditions `names` of `row`, such as "lr 0.1, graph True"."""
+    conditions = _conditions(row)
+    return ", ".join(f"{name} {conditions[name]}" for name in names if name in conditions)
+
+
+def _conditions(row: Row) -> dict[str, Any]:
+    optimizer = {"optimizer": row.optimizer} if row.runs else {}
+    return {"source": row.source, **optimizer, **row.conditions}
 
 
 def published(recipe: str) -> list[Row]:
@@ -145,7 +166,7 @@ def rows_of(runs: Iterable[Result]) -> list[Row]:
     """`runs` as rows, each of the latest repeats."""
     groups: dict[str, dict[object, Result]] = {}
     for run in sorted(runs, key=lambda run: run["finished"]):
-        key = repr([*(run[name] for name in _SHARED), sorted(run["conditions"].items())])
+        key = repr([*(run[name] for name in SHARED), sorted(run["conditions"].items())])
         groups.setdefault(key, {})[run["repeat"], run["seed"]] = run
 
     def place(row: Row) -> tuple[Any, ...]:
@@ -168,7 +189,7 @@ def _row_of(runs: list[Result]) -> Row:
         note = f"{some}diverged in step {diverged[0]['step']}: {diverged[0]['reason']}"
     return Row(
         source="measured",
-        **{name: last[name] for name in _SHARED},
+        **{name: last[name] for name in SHARED},
         **{name: _statistic(runs if name == "memory_mb" else sound, name) for name in _STATISTICS},
         images_per_s_min=min((run["images_per_s_min"] for run in timed), default=None),
         images_per_s_max=max((run["images_per_s_max"] for run in timed), default=None),
