@@ -14,6 +14,7 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 from ampfuse.__main__ import main
+from ampfuse.experiments import training
 from ampfuse.experiments.settings import LEVELS, VARIANTS
 from ampfuse.experiments.training import Run
 from ampfuse.measuring import tensor_memory
@@ -39,17 +40,19 @@ def test_table_and_files(tmp_path, capsys):
     assert [row["variant"] for row in rows] == list(LEVELS)
     for level, row in zip(LEVELS, rows, strict=True):
         cells = re.search(rf"^\| {level} +\| (.+) \|$", printed, re.MULTILINE)
-        seconds, speed, memory, accuracy, skipped, scale = cells[1].replace(",", "").split("|")
-        assert float(seconds) > 0
-        assert float(speed) > 0
-        assert 0.1 < float(memory) < 100
-        assert 0 <= float(accuracy) <= 100
-        assert 0 <= int(skipped) <= STEPS
-        assert float(scale) >= 1
+        values = map(float, cells[1].replace(",", "").split("|"))
+        size, milliseconds, speed, memory, loss, accuracy, skipped, scale = values
+        assert (size, loss > 0) == (BATCH_SIZE, True)
+        assert milliseconds * STEPS == pytest.approx(1e3 * float(row["time_s_mean"]), rel=0.001)
+        assert speed > 0
+        assert 0.1 < memory < 100
+        assert 0 <= accuracy <= 100
+        assert 0 <= skipped <= STEPS
+        assert scale >= 1
         assert f"{level}: {VARIANTS[level]}" in printed
         images = float(row["images_per_s_mean"]) * float(row["time_s_mean"])
         assert images == pytest.approx(STEPS * BATCH_SIZE)
-        assert float(row["accuracy_pct_mean"]) == pytest.approx(float(accuracy), abs=0.05)
+        assert float(row["accuracy_pct_mean"]) == pytest.approx(accuracy, abs=0.05)
         assert (row["batch_size"], row["epochs"]) == (str(BATCH_SIZE), str(float(EPOCHS)))
         assert (row["torch"], row["memory_kind"]) == (torch.__version__, "tensors")
     assert "O3 has no FP32 master weights" in printed
@@ -57,6 +60,16 @@ def test_table_and_files(tmp_path, capsys):
     names = {"levels.csv", "Digits - Time.png", "Digits - Memory.png"}
     assert {path.name for path in folder.iterdir()} == names
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_level_that_diverged_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(training, "lr_factor", lambda *_: 1e30)
+    options = f"--width 2 --epochs 1 --levels O0 --output {tmp_path}"
+    assert main(f"demo --device cpu {options}".split()) == 3
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"^\| O0 .* diverged in step \d+: the training loss became nan \|$", printed, re.M
+    )
 
 
 def test_ctrl_c_leaves_nothing(tmp_path, monkeypatch, capsys):

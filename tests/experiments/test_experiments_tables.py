@@ -131,6 +131,13 @@ def test_e2_tells_why_a_level_diverged_and_labels_what_differs(folder, capsys):
     ]
 
 
+def test_small_loss_scales_are_shown(folder):
+    for number, scale in enumerate((0.25, 1.0, 65536.0)):
+        folder.add(variant=f"O{number}", loss_scale=scale)
+    rows = parsed(make_table.table(results.measured(), make_table.TRAINED))
+    assert [row["scale"] for row in rows] == ["0.25", "1", "65,536"]
+
+
 def test_the_note_tells_rows_of_one_size_apart(folder, capsys):
     """Rows of other sizes name the same conditions; what they all differ in goes unnamed."""
     folder.add(torch="2.15.0")

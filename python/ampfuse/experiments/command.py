@@ -24,7 +24,7 @@ from ampfuse.experiments.results import FORMAT, Result, file_name, rows_of, writ
 from ampfuse.experiments.settings import MADE_UP, Script, Settings, parse, runs_of
 from ampfuse.experiments.training import Diverged, Place, Record, Run
 
-_DIVERGED = 3  # exit status; the others are in status_of()
+DIVERGED = 3  # exit status; the others are in status_of()
 # What the line of a run reports of its result.
 _REPORTED = {
     "images_per_s": "{:,.1f} images/s",
@@ -69,7 +69,7 @@ def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
     rows = rows_of(results)
     say(f"\n{make_table.table(rows, make_table.TRAINED)}\n\n{make_table.explained(rows)}")
     say(f"{'Traces' if place.profile else 'Results'}: {place.folder.absolute()}")
-    return _DIVERGED if any(result["diverged"] for result in results) else 0
+    return DIVERGED if any(row.diverged for row in rows) else 0
 
 
 def train_all(

@@ -17,7 +17,7 @@ from ampfuse import hardware
 from ampfuse.command_line import at_least, check_installed, check_writable, run_alone
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_plot, make_table
-from ampfuse.experiments.command import train_all
+from ampfuse.experiments.command import DIVERGED, train_all
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.settings import LEVELS, Settings, has_tf32
 from ampfuse.experiments.training import Place
@@ -71,14 +71,16 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     where = f"{device_name(device)}, torch {torch.__version__}"
     print(f"Handwritten digits; {what}, seed {args.seed}. On {where}.", flush=True)
     rows = rows_of(train_all(todo, Place(device, label=device_name(device), measure_tensors=True)))
-    print(f"\n{make_table.table(rows, make_table.DEMO)}\n\n{make_table.explained(rows)}\n{_NOTES}")
+    print(
+        f"\n{make_table.table(rows, make_table.TRAINED)}\n\n{make_table.explained(rows)}\n{_NOTES}"
+    )
     if not has_bf16:
         print("This device has no BF16 arithmetic: O4 and O5 save memory, not time.")
     csv = args.output / "levels.csv"
     make_table.write_csv(csv, rows)
     written = [*make_plot.save(make_plot.drawn(rows), args.output), csv]
     print(f"Written to {args.output.absolute()}: {', '.join(path.name for path in written)}")
-    return 0
+    return DIVERGED if any(row.diverged for row in rows) else 0
 
 
 main = functools.partial(run_alone, sys.modules[__name__])

@@ -151,14 +151,13 @@ CELLS: dict[str, Callable[[Row], str]] = {
     # Of measured runs.
     "step, ms": lambda row: _shown(row, "time_s", 1e3 / row.iterations),
     "skipped": lambda row: f"{row.skipped_steps:.4g}",
-    "scale": lambda row: f"{row.scale:,.0f}",
+    "scale": lambda row: f"{row.scale:,.10g}",
     "outcome": lambda row: row.note,
 }
-# The columns of a table beside published rows, of a command that trains, and of the demo.
+# The columns of a table beside published rows, and of a command that trains.
 PUBLISHED = [*list(CELLS)[:-4], "note"]
 _TRAINED = "variant|batch size|step, ms|images/s|memory, MB|loss last|accuracy, %|skipped|scale"
 TRAINED = [*_TRAINED.split("|"), "outcome"]
-DEMO = "variant|time, s|images/s|memory, MB|accuracy, %|skipped|scale".split("|")
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
