@@ -88,6 +88,9 @@ def test_a_repeated_command_replaces_its_samples(folder):
     folder.add(repeat=0, time_s=4.0, loss_scale=2.0)
     (row,) = rows_of(folder)
     assert (row.n, row.time_s.mean, row.scale, row.date[-8:-6]) == (2, 5.0, 2.0, "05")
+    folder.add(repeat=0, seed=1, time_s=8.0)  # the second repeat's seed as a command of its own
+    (row,) = rows_of(folder)
+    assert (row.n, row.time_s.mean) == (2, 6.0)
 
 
 def test_diverged_runs_count_for_memory_alone(folder):

@@ -142,7 +142,7 @@ def _value(text: str) -> float | str:
 def measured(folder: str | Path = "results") -> list[Row]:
     """The rows of all result files below `folder`.
 
-    Repeats differ in seed and number only. Of runs that do not, the one that finished last counts.
+    Runs that differ only in their seed are repeats. If a seed was run twice, the later run counts.
     """
     folder, runs = Path(folder), []
     if not folder.is_dir():
@@ -164,10 +164,10 @@ def measured(folder: str | Path = "results") -> list[Row]:
 
 def rows_of(runs: Iterable[Result]) -> list[Row]:
     """`runs` as rows, each of the latest repeats."""
-    groups: dict[str, dict[object, Result]] = {}
+    groups: dict[str, dict[int, Result]] = {}
     for run in sorted(runs, key=lambda run: run["finished"]):
         key = repr([*(run[name] for name in SHARED), sorted(run["conditions"].items())])
-        groups.setdefault(key, {})[run["repeat"], run["seed"]] = run
+        groups.setdefault(key, {})[run["seed"]] = run
 
     def place(row: Row) -> tuple[Any, ...]:
         order = [*VARIANT_ORDER, row.variant].index(row.variant)
@@ -201,7 +201,7 @@ def _row_of(runs: list[Result]) -> Row:
         scale=last["loss_scale"],
         date=last["finished"],
         conditions=last["conditions"],
-        runs=sorted(runs, key=lambda run: run["repeat"]),
+        runs=sorted(runs, key=lambda run: run["seed"]),
     )
 
 
