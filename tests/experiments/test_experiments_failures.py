@@ -85,6 +85,9 @@ WRONG = {
         "--model wrn10_0": "the width at least 1",
         "-b 5000 --variant fp32": "5000",
     },
+    "train cifar --device cpu --data empty": {  # before the data is read
+        "--model vgg99": "unknown model 'vgg99'",
+    },
     "train imagenet --device cpu": {"--variant O2": "--data is required: a folder, digits or"},
     "train mnist --device cpu": {
         "--data dgits": "--data dgits: no such folder",

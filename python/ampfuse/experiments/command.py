@@ -17,7 +17,7 @@ import torch
 
 from ampfuse.command_line import UsageError, check_installed, check_writable, status_of
 from ampfuse.devices import choose_device, device_name
-from ampfuse.experiments import make_table
+from ampfuse.experiments import distributed, make_table, models
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.distributed import World
 from ampfuse.experiments.results import FORMAT, Result, file_name, rows_of, write
@@ -55,6 +55,7 @@ def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
     todo = runs_of(args, script, device)
     if args.data not in (None, *MADE_UP) and not Path(args.data).expanduser().is_dir():
         raise UsageError(f"--data {args.data}: no such folder; create it to download into it")
+    _check(todo, world, device)
     label = file_name(args.GPU or device_name(device))
     place = Place(device, world, args.output / label, label, bool(args.checkpoints), args.prof > 0)
     check_writable("--output", place.folder)
@@ -70,6 +71,17 @@ def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
     say(f"\n{make_table.table(rows, make_table.TRAINED)}\n\n{make_table.explained(rows)}")
     say(f"{'Traces' if place.profile else 'Results'}: {place.folder.absolute()}")
     return DIVERGED if any(row.diverged for row in rows) else 0
+
+
+def _check(todo: Sequence[Settings], world: World, device: torch.device) -> None:
+    """Raise UsageError for any of the runs `todo` that would fail, before the first one trains."""
+    for settings in todo:
+        distributed.check(settings, world, device)
+        try:
+            with torch.device("meta"):
+                models.build(settings.model, classes=10, channels=3, image_size=settings.image_size)
+        except ValueError as error:
+            raise UsageError(f"--model {settings.model}: {error}") from error
 
 
 def train_all(

@@ -105,12 +105,8 @@ class Run:
     def build(self) -> Variant:
         """A new network with an optimizer, in the precision of the run's variant."""
         settings = self.settings
-        distributed.check(settings, self.world, self.device)
         sizes = {name: getattr(self.data, name) for name in ("classes", "channels", "image_size")}
-        try:
-            model = models.build(settings.model, dropout=settings.dropout, **sizes)
-        except ValueError as error:
-            raise UsageError(f"--model {settings.model}: {error}") from error
+        model = models.build(settings.model, dropout=settings.dropout, **sizes)
         layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         model.to(self.device, memory_format=layout)
         if settings.sync_bn:
