@@ -472,6 +472,19 @@ def test_sizes_that_do_not_fit(tmp_path):
     refused(said, batch_size=21, world_size=2, **options)
 
 
+def test_features_of_the_mlp_are_made_for_what_is_asked_and_not_the_numbers_of_its_weights():
+    options = {"kind": "mlp", "image_size": 8, "synthetic_size": 12}
+    tested, untested = (open_(evaluate=evaluate, **options) for evaluate in (True, False))
+    assert same(tested.train_batches(0), untested.train_batches(0))
+    for data, batches in ((tested, 4), (untested, 0)):
+        assert (data.train_size, data.test_size) == (12, 4 * batches)
+        assert len([*data.train_batches(0)]) == 3
+        assert len([*data.test_batches()]) == batches
+    (features, _), *_ = untested.train_batches(0)
+    weights = torch.randn(features.shape, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(features, weights)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("loader", LOADERS)
 def test_batches_on_the_gpu_are_those_of_the_cpu(loader):

@@ -370,14 +370,17 @@ class NormalFeatures(Data):
         self.settings, self.kind = settings, "features"
         self.classes, self.channels, self.image_size = 0, 1, settings.image_size
         self.batches_per_epoch = max(1, (settings.synthetic_size or 2048) // settings.batch_size)
-        counts = (self.batches_per_epoch, _TEST_BATCHES)
-        self.train_size, self.test_size = (settings.batch_size * count for count in counts)
+        test_batches = _TEST_BATCHES if settings.evaluate else 0
+        self.train_size = settings.batch_size * self.batches_per_epoch
+        self.test_size = settings.batch_size * test_batches
         shape = (2, settings.batch_size, self.image_size**2)
-        random = torch.Generator().manual_seed(settings.seed)
-        self._train, self._test = (
-            [tuple(torch.randn(shape, generator=random).to(device)) for _ in range(count)]
-            for count in counts
-        )
+        random = generator("features", settings.seed)  # not the numbers of the weights
+        batches = [
+            tuple(torch.randn(shape, generator=random).to(device))
+            for _ in range(self.batches_per_epoch + test_batches)
+        ]
+        self._train = batches[: self.batches_per_epoch]
+        self._test = batches[self.batches_per_epoch :]
 
     def train_batches(self, epoch: int, start: int = 0) -> Batches:
         return iter(self._train[start:])
