@@ -1,12 +1,14 @@
 """Runs: results, resuming, interruptions, divergence; on a GPU, the step as a CUDA graph."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
 import math
 import re
 import shlex
+import time
 from pathlib import Path
 
 import pytest
@@ -197,6 +199,31 @@ def test_a_resumed_run_is_not_shorter_and_reports_no_older_accuracy(tmp_path):
     longer = trained(dataclasses.replace(BASE, evaluate=False), tmp_path, saved).result()
     assert [line["step"] for line in longer["evaluations"]] == [22]
     assert (longer["accuracy_pct"], longer["test_loss"]) == (None, None)
+
+
+def test_a_run_that_is_resumed_on_another_device_has_the_figures_of_that_one(tmp_path):
+    saved = stopped(BASE, 22, tmp_path)
+    for device, timed in ((saved["device"], 44), ("another", 22)):
+        resume = {**saved, "device": device, "record": copy.deepcopy(saved["record"])}
+        run = run_of(BASE, tmp_path, resume)
+        assert (run.record.memory_bytes > 0) == (timed == 44)
+        run.train()
+        assert (len(run.record.losses), len(run.record.step_ms)) == (44, timed)
+        assert run.record.intervals[-1]["time_s"] == pytest.approx(sum(run.record.step_ms) / 1e3)
+
+
+def test_the_reading_of_an_interval_is_no_part_of_a_step():
+    run = run_of(dataclasses.replace(BASE, iterations=8, evaluate=False))
+    peak = run.memory.peak
+
+    def slow() -> int:
+        time.sleep(2)
+        return peak()
+
+    run.memory.peak = slow
+    run.train()
+    assert len(run.record.step_ms) == 8
+    assert max(run.record.step_ms) < 2000
 
 
 SMALL = "--data digits -b 64 --image-size 16 --variant O5 fp32 --repeats 1 --iterations 2"

@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class Record:
     """The measurements so far, as plain data, so that checkpoints can contain them."""
 
     step_ms: list[float] = field(default_factory=list)
+    time_s: float = 0.0  # their sum
     losses: list[float] = field(default_factory=list)  # of every step
     skipped_steps: int = 0
     memory_bytes: int = 0
@@ -92,6 +93,8 @@ class Run:
             asked = f"{self.total} are asked for"
             raise UsageError(f"--resume: the checkpoint has done {self.step} steps, but {asked}")
         self.record = resume["record"] if resume else Record()
+        if resume and resume.get("device") != device_name(self.device):  # its figures are no mean
+            self.record = replace(self.record, step_ms=[], time_s=0.0, memory_bytes=0)
         # The first steps capture the graph and are not timed.
         self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
         self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
@@ -193,7 +196,7 @@ class Run:
             record.memory_bytes = max(record.memory_bytes, self._tensors or self.memory.peak())
             evaluation = {
                 "step": self.step,
-                "time_s": sum(record.step_ms) / 1e3,
+                "time_s": record.time_s,
                 "loss": loss / images,
                 "accuracy": accuracy,
             }
@@ -208,7 +211,9 @@ class Run:
         """Wait for the device, and read the measurements of the interval's steps."""
         record = self.record
         if self.step > self._timed_from:
-            record.step_ms += self._clock.flush()
+            step_ms = self._clock.flush()
+            record.step_ms += step_ms
+            record.time_s += sum(step_ms) / 1e3
         losses, scales, skipped = torch.stack(self._steps).T.tolist()
         self._steps.clear()
         losses = [total / self.world.size for total in self.world.sum(losses)]
@@ -218,7 +223,7 @@ class Run:
         record.memory_bytes = max(record.memory_bytes, self._tensors or self.memory.peak())
         interval = {
             "step": self.step,
-            "time_s": sum(record.step_ms) / 1e3,
+            "time_s": record.time_s,
             "loss": mean_of_finite(losses),
             "lr": self._lr,
             "loss_scale": scales[-1],
@@ -226,6 +231,7 @@ class Run:
         }
         record.intervals.append(interval)
         self._bar.set_postfix(loss=interval["loss"])
+        self._clock.resume()
         self._check()
 
     def _check(self) -> None:
@@ -252,6 +258,7 @@ class Run:
         values = {
             "format": FORMAT,
             "settings": asdict(self.settings),
+            "device": device_name(self.device),
             "step": self.step,
             "model": model,
             "optimizer": optimizer,
