@@ -24,6 +24,7 @@ from programs import python
 E1_VARIANTS, E1_BATCHES = ("FP32", "FP16", "amp"), (128, 256, 512, 1024, 2048)
 E1_FILES = {"CIFAR - Time", "CIFAR - Memory", "CIFAR - Time (std)", "CIFAR - Memory (std)"}
 GRAPH = {"graph": True}
+OUT_OF_MEMORY = {"step": 1, "reason": "out of memory"}
 CPU = "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz, 2 threads"
 
 
@@ -274,6 +275,20 @@ def test_a_line_that_ends_early_says_why(folder):
     assert (text.get_text().strip(), text.get_position()) == ("O3 diverged", (512, 0))
 
 
+@pytest.mark.parametrize("kind", ["time", "memory"])
+def test_a_point_says_how_many_of_its_repeats_ended_early(kind, folder):
+    for number, batch in enumerate((128, 256)):
+        folder.add_repeats([5.0, 6.0], batch_size=batch)
+        folder.add(batch_size=batch, repeat=2, diverged=(divergence(), OUT_OF_MEMORY)[number])
+    (axes,) = make_plot.against_batch(rows_of(folder), kind).axes
+    assert [x for x, _, _ in drawn_lines(axes).values()] == [[128, 256]]
+    found = [(text.get_text().strip(), text.get_position()) for text in axes.texts]
+    assert found == [
+        ("FP32 1 of 3 diverged", (128, 0)),
+        ("FP32 1 of 3 ran out of memory", (256, 0)),
+    ]
+
+
 def test_different_conditions_make_different_lines(folder):
     names = {
         "FP32 (loader resident, workers None)": {},
@@ -433,6 +448,7 @@ def test_figures_of_all_models_have_their_names(folder):
         ("cifar", "wrn28_10"): "CIFAR wrn28_10",
         ("imagenet", "resnet50"): "ImageNet resnet50",
         ("mlp", "mlp"): "MLP",
+        ("cifar", "mlp"): "CIFAR mlp",
         ("mnist", "mnist_cnn"): "MNIST",
         ("demo", "digits64"): "Digits",
     }

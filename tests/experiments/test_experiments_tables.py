@@ -48,6 +48,12 @@ def printed(capsys, *arguments: str) -> list[dict[str, str]]:
     return parsed(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("recipe", results.RECIPES)
+def test_what_e1_published_has_another_deviation_and_memory(recipe):
+    text = make_table.table(results.published(recipe))
+    assert ("memory is what nvidia-smi reported, in MiB" in text) == (recipe == "e1")
+
+
 def own(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [row for row in rows if row["source"] == "measured here"]
 
@@ -216,6 +222,16 @@ def test_the_runs_that_tables_and_figures_choose(flags, chosen, folder):
     results.add_selection(parser, recipe=True)
     own = results.chosen(results.measured(), parser.parse_args(["--recipe", "e1", *flags.split()]))
     assert [int(row.runs[0]["finished"][17:19]) for row in own] == chosen
+
+
+def test_a_length_is_chosen_as_it_is_listed(folder, capsys):
+    folder.add(epochs=10 / 39)
+    folder.add(epochs=2.0)
+    assert [row["epochs"] for row in own(printed(capsys, "e1", "--epochs", "0.25641"))] == [
+        "0.2564"
+    ]
+    assert make_table.main(["e1", "--epochs", "3"]) == 2
+    assert "--epochs 3: no such results; there are 0.25641, 2" in capsys.readouterr().err
 
 
 def test_csv_has_one_line_per_measured_row(folder, capsys, tmp_path):

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     bars = "error bars for time and memory: the repeats' deviation"
     add("--plot_std", "--plot-std", action="store_true", help=bars)
-    add("--published", action="store_true", help="draw the published results, not yours")
+    add("--published", action="store_true", help="draw E1's published results, not yours")
     default = "RESULTS/figures; for --published, its subfolder published"
     add("--output", type=Path, metavar="DIR", help=f"folder for the figures (default: {default})")
 
@@ -51,6 +51,10 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 0
 
 
+# Figures do not name it, as E1's; the demo has one model.
+_MAIN_MODELS = {"cifar": "vgg16", "imagenet": None, "mnist": "mnist_cnn", "mlp": "mlp"}
+
+
 def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
     """All figures of all models by name, such as "CIFAR - Time" or "ImageNet resnet18 - Memory
     (std)", except those without values."""
@@ -60,8 +64,7 @@ def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
     found = {}
     for (experiment, model), ours in by_model.items():
         title = TITLES.get(experiment, experiment)
-        # The main model of an experiment is not named, as in E1's names.
-        if model not in ("vgg16", "mnist_cnn", "mlp") and experiment != "demo":
+        if model != _MAIN_MODELS.get(experiment, model):
             title += f" {model}"
         for suffix, kind in itertools.product(("", " (std)") if std else ("",), _KINDS):
             if figure := against_batch(ours, kind, std=suffix != ""):
@@ -196,8 +199,9 @@ def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -
             value = getattr(row, column)
             if value.mean:
                 points.append((place, value.mean, value.std or 0))
-            else:
-                text = f"  {row.variant} diverged"
+            if row.diverged:
+                what = row.note.partition(" in step")[0]  # such as "2 of 3 diverged"
+                text = f"  {row.variant} {what}"
                 axes.text(place, 0, text, rotation=90, va="bottom", fontsize=6.5)
         if not points:
             continue

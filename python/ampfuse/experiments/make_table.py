@@ -66,6 +66,11 @@ def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
             width = max(map(len, (name, *cells)))
             parts.append([text.ljust(width) for text in (name, "-" * width, *cells)])
     text = "\n".join("| " + " | ".join(line) + " |" for line in zip(*parts, strict=True))
+    if any(row.recipe == "e1" and not row.runs for row in rows):
+        text += (
+            "\n\nPublished: ± is the population standard deviation; memory is what nvidia-smi "
+            "reported, in MiB."
+        )
     if not own:
         return text
     found = [f"memory by {row.memory_kind}" for row in own]
@@ -151,7 +156,7 @@ CELLS: dict[str, Callable[[Row], str]] = {
     # Of measured runs.
     "step, ms": lambda row: _shown(row, "time_s", 1e3 / row.iterations),
     "skipped": lambda row: f"{row.skipped_steps:.4g}",
-    "scale": lambda row: f"{row.scale:,.10g}",
+    "scale": lambda row: "" if row.scale is None else f"{row.scale:,.10g}",
     "outcome": lambda row: row.note,
 }
 # The columns of a table beside published rows, and of a command that trains.

@@ -18,6 +18,7 @@ from ampfuse.command_line import UsageError
 
 FORMAT = 3  # of result files and checkpoints
 Result = dict[str, Any]  # a result file, see Run.result
+OUT_OF_MEMORY = "out of memory"  # the reason of a run that ended so, under "diverged"
 # The script of each recipe, and the title of each script.
 RECIPES = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
 TITLES = {
@@ -186,7 +187,7 @@ def _row_of(runs: list[Result]) -> Row:
     note = ""
     if diverged:
         some = f"{len(diverged)} of {len(runs)} " if len(runs) > 1 else ""
-        note = f"{some}diverged in step {diverged[0]['step']}: {diverged[0]['reason']}"
+        note = some + ending(diverged[0])
     return Row(
         source="measured",
         **{name: last[name] for name in SHARED},
@@ -203,6 +204,14 @@ def _row_of(runs: list[Result]) -> Row:
         conditions=last["conditions"],
         runs=sorted(runs, key=lambda run: run["seed"]),
     )
+
+
+def ending(diverged: dict[str, Any]) -> str:
+    """How a run ended early: "diverged in step 3: ..." """
+    step, reason = diverged["step"], diverged["reason"]
+    if reason == OUT_OF_MEMORY:
+        return f"ran out of memory in step {step}"
+    return f"diverged in step {step}: {reason}"
 
 
 def _statistic(runs: list[Result], name: str) -> Statistic:
@@ -241,11 +250,12 @@ def chosen(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
     given. Raises UsageError for a value without rows."""
     for column, (flags, *_) in _FILTERS.items():
         if wanted := getattr(args, column, None):
-            there = dict.fromkeys(getattr(row, column) for row in rows)
+            wanted = [listed([value]) for value in wanted]  # as an error lists them: 0.25641 epochs
+            there = dict.fromkeys(listed([getattr(row, column)]) for row in rows)
             if missing := [value for value in wanted if value not in there]:
                 what = f"{flags.split()[0]} {listed(missing)}: no such results"
                 raise UsageError(f"{what}; there are {listed(there)}")
-            rows = [row for row in rows if getattr(row, column) in wanted]
+            rows = [row for row in rows if listed([getattr(row, column)]) in wanted]
             if column in ("gpu", "variant"):
                 rows.sort(key=lambda row: wanted.index(getattr(row, column)))
     return list(rows)
