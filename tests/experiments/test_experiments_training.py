@@ -28,7 +28,7 @@ from ampfuse.experiments.data import open_data
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.settings import VARIANTS, Settings
 from ampfuse.experiments.training import Diverged, Place, Record, Run
-from ampfuse.experiments.variants import build_variant
+from ampfuse.experiments.variants import build_variant, squared_error
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, tensor_memory
 
@@ -229,12 +229,16 @@ def test_the_reading_of_an_interval_is_no_part_of_a_step():
 SMALL = "--data digits -b 64 --image-size 16 --variant O5 fp32 --repeats 1 --iterations 2"
 
 
-def test_an_interrupted_command_prints_the_one_that_continues(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("trained_first", [True, False], ids=["at its end", "before a checkpoint"])
+def test_an_interrupted_command_prints_the_one_that_continues(
+    trained_first, tmp_path, capsys, monkeypatch
+):
     line = [*SMALL.split(), "--checkpoints", "-o", str(tmp_path)]
     train = Run.train
 
     def interrupted(run: Run) -> None:
-        train(run)
+        if trained_first or run.settings.precision != "fp32":
+            train(run)
         if run.settings.precision == "fp32":
             raise KeyboardInterrupt
 
@@ -285,6 +289,42 @@ def test_the_other_variants_follow_one_that_skips_every_step(tmp_path, capsys, m
     printed = capsys.readouterr().out
     assert "O2 batch 8 diverged in step 110: every step overflows" in printed
     assert "fp32 batch 8 diverged in step 2: the training loss became nan" in printed
+
+
+def raise_as_cuda() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("fail", [raise_as_cuda, lambda: torch.empty(1 << 50)], ids=["cuda", "cpu"])
+def test_the_other_runs_follow_one_that_runs_out_of_memory(fail, tmp_path, capsys, monkeypatch):
+    def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if len(outputs) == 16:
+            fail()
+        return squared_error(outputs, targets)
+
+    monkeypatch.setattr(training, "squared_error", loss_of)
+    line = "--data digits --batch-size 16 8 --image-size 8 --variant O2 --repeats 1 --iterations 2"
+    assert mlp.main(f"{line} -o {tmp_path}".split()) == 3
+    printed = capsys.readouterr().out
+    assert "O2 batch 16 ran out of memory in step 1.\n  Try a smaller --batch-size.\n" in printed
+    assert re.search(r"^\| O2 +\| 16 .* ran out of memory in step 1 \|$", printed, re.MULTILINE)
+    assert "O2 batch 8: " in printed
+    results = [json.loads(path.read_text()) for path in tmp_path.rglob("*.json")]
+    small, large = sorted(results, key=lambda result: result["batch_size"])
+    assert small["diverged"] is None
+    assert large["diverged"] == {"step": 1, "reason": "out of memory"}
+    assert (large["memory_mb"], large["time_s"], large["loss_scale"]) == (None, None, 65536)
+    assert small["conditions"].keys() == large["conditions"].keys()
+
+
+def test_advice_fits_the_variant():
+    result = whole_run(BASE).result("the loss became nan")
+    for precision, scale, o3 in (("fp32", 0, 0), ("O5", 0, 0), ("O2", 1, 0), ("O3", 1, 1)):
+        result["conditions"]["precision"] = precision
+        text = report(result)
+        assert "Try a lower --lr" in text
+        found = [words in text for words in ("Loss scale: ", "--loss-scale dynamic", "O3 has")]
+        assert found == [scale, scale, o3], precision
 
 
 @pytest.mark.parametrize(

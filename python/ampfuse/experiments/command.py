@@ -20,8 +20,16 @@ from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import distributed, make_table, models
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.results import FORMAT, Result, file_name, rows_of, write
-from ampfuse.experiments.settings import MADE_UP, Script, Settings, parse, runs_of
+from ampfuse.experiments.results import (
+    FORMAT,
+    OUT_OF_MEMORY,
+    Result,
+    ending,
+    file_name,
+    rows_of,
+    write,
+)
+from ampfuse.experiments.settings import FP16, MADE_UP, Script, Settings, parse, runs_of
 from ampfuse.experiments.training import Diverged, Place, Record, Run
 
 DIVERGED = 3  # exit status; the others are in status_of()
@@ -89,6 +97,7 @@ def train_all(
 ) -> Iterator[Result]:
     """Train the runs `todo`, the first one from `resume`, and write their result files. Ctrl-C
     prints how `command` continues."""
+    checkpoints = []
     for settings in todo:
         # So that no run replaces another's files.
         when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
@@ -99,16 +108,22 @@ def train_all(
         name = place.world.gather(name)[0]
         data = open_data(settings, place.device, place.world.rank, place.world.size)
         run = Run(settings, data, place, name, resume)
-        diverged = None
+        checkpoints.append(Path(f"{run.stem}.pt"))
+        reason = None  # of an early end; the error itself would keep the run's tensors
         try:
             run.train()
         except Diverged as error:
-            diverged = error
+            reason = str(error)
+        except RuntimeError as error:
+            if place.world.size > 1 or not _is_out_of_memory(error):
+                raise
+            reason = OUT_OF_MEMORY
         except KeyboardInterrupt:
-            if place.world.rank == 0 and (saved := Path(f"{run.stem}.pt")).is_file():
-                print(f"\nTo continue: {command} --resume {shlex.quote(str(saved))}")
+            saved = [path for path in checkpoints if path.is_file()]
+            if saved and place.world.rank == 0:
+                print(f"\nTo continue: {command} --resume {shlex.quote(str(saved[-1]))}")
             raise
-        result = run.result(diverged)
+        result = run.result(reason)
         resume = None
         if place.folder and place.world.rank == 0 and not place.profile:
             text = json.dumps(result, indent=1, allow_nan=False)
@@ -116,21 +131,35 @@ def train_all(
         yield result
 
 
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def report(result: Result, repeats: int = 1) -> str:
     """One run of `repeats` as one line."""
     name = f"{result['model']} {result['variant']} batch {result['batch_size']}"
     name += f", {result['repeat'] + 1} of {repeats}" if repeats > 1 else ""
-    if why := result["diverged"]:
-        return (
-            f"{name} diverged in step {why['step']}: {why['reason']}. Loss scale: "
-            f"{result['loss_scale']:.10g}.\n  Try a lower --lr, --loss-scale dynamic, or BF16. O3 "
-            "has neither FP32 masters nor a loss scale: try O2.\n"
-            "  To find the first inf or NaN, wrap the step in amp.explain_overflow(model)."
-        )
+    if diverged := result["diverged"]:
+        return f"{name} {ending(diverged)}.{_advice(result)}"
     parts = [text.format(result[n]) for n, text in _REPORTED.items() if result[n] is not None]
     if result["skipped_steps"]:
         parts.append(f"{result['skipped_steps']} steps skipped")
     return f"{name}: {', '.join(parts)}"
+
+
+def _advice(result: Result) -> str:
+    """What to try after an early end."""
+    precision = result["conditions"]["precision"]
+    if result["diverged"]["reason"] == OUT_OF_MEMORY:
+        return "\n  Try a smaller --batch-size."
+    advice = "\n  Try a lower --lr"
+    if precision in FP16:
+        scale = f" Loss scale: {result['loss_scale']:.10g}."
+        advice = f"{scale}{advice}, --loss-scale dynamic, or BF16"
+    if precision == "O3":
+        advice += ". O3 has neither FP32 masters nor a loss scale: try O2"
+    find = "To find the first inf or NaN, wrap the step in amp.explain_overflow(model)."
+    return f"{advice}.\n  {find}"
 
 
 # ---- resuming ------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ VARIANTS = {
     "O4": "ampfuse, BF16 autocast",
     "O5": "ampfuse, BF16 + masters",
 }
-LEVELS = tuple(VARIANTS)[4:]
+LEVELS = tuple(name for name in VARIANTS if name.startswith("O"))
+FP16 = ("amp-fp16", "O1", "O2", "O3")
 HALF_LEVELS = ("O2", "O3", "O5")  # with half weights
 # Precision and loss scale of E1's --mode, and of E4's --fp16.
 _MODES = {"FP32": ("fp32", None), "FP16": ("O2", 128.0), "amp": ("O1", None), "fp16": ("O2", 1.0)}

@@ -27,7 +27,7 @@ from ampfuse.devices import device_name
 from ampfuse.experiments import distributed, models
 from ampfuse.experiments.data import Data
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.results import FORMAT, Result, write
+from ampfuse.experiments.results import FORMAT, OUT_OF_MEMORY, Result, write
 from ampfuse.experiments.settings import Settings
 from ampfuse.experiments.variants import Variant, build_variant, squared_error
 from ampfuse.graphs import EAGER_CALLS
@@ -93,15 +93,14 @@ class Run:
             asked = f"{self.total} are asked for"
             raise UsageError(f"--resume: the checkpoint has done {self.step} steps, but {asked}")
         self.record = resume["record"] if resume else Record()
-        if resume and resume.get("device") != device_name(self.device):  # its figures are no mean
+        if resume and resume.get("device") != device_name(self.device):  # figures of one device
             self.record = replace(self.record, step_ms=[], time_s=0.0, memory_bytes=0)
         # The first steps capture the graph and are not timed.
         self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
         self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
         self._tensors: int | None = None  # peak bytes of the tensors of a warm-up, if measured
         self._steps: list[Tensor] = []  # loss, loss scale and skip of each step of the interval
-        # These three are set by `train`.
-        self.variant: Variant
+        self.variant: Variant | None = None  # set by `train`, as what follows; first, it warms up
         self._lr: float  # of the latest step
         self._bar: Any  # tqdm's
 
@@ -129,7 +128,8 @@ class Run:
         """Train to the end of the run; test and save after each epoch. Raises Diverged."""
         from tqdm import tqdm
 
-        self.variant = variant = self._start()
+        self._start()
+        variant = self.variant
         settings = self.settings
         title = f"{settings.model} {settings.variant} {settings.repeat + 1}/{settings.repeats}"
         hidden = True if self.world.rank else None  # None: hidden unless in a terminal
@@ -145,26 +145,25 @@ class Run:
                     self._note(*variant.step(inputs, targets))  # nothing here waits for the device
                 self._end_epoch()
 
-    def _start(self) -> Variant:
-        """The variant to train, in the state of the checkpoint. Another model warms up: libraries
+    def _start(self) -> None:
+        """Set the variant to train, in the state of the checkpoint. Another one warms up: libraries
         choose and compile kernels in its steps, which are not timed."""
         measured = self.place.measure_tensors
         self.memory.release()
         torch.manual_seed(self.seed)
         with tensor_memory(self.device) if measured else contextlib.nullcontext(None) as peak:
-            warm_up = self.build()
+            self.variant = self.build()
             for batch in islice(self.data.train_batches(0), _WARM_UP_STEPS):
-                warm_up.eager_step(*batch)
-        del warm_up
+                self.variant.eager_step(*batch)
+        self.variant = None
         self._tensors = None if peak is None else int(peak.mib * 2**20)
         self.memory.start()
         torch.manual_seed(self.seed)  # every variant starts from the same weights
-        variant = self.build()
+        self.variant = self.build()
         if self.world.size > 1:  # from here on, each process draws its own random numbers
             torch.manual_seed(self.seed + 1000 * self.world.rank)
         if self.resume:
-            self._restore(variant, self.resume)
-        return variant
+            self._restore(self.variant, self.resume)
 
     def _profile(self) -> contextlib.AbstractContextManager[Any]:
         if not (self.place.profile and self.stem and self.world.rank == 0):
@@ -231,8 +230,8 @@ class Run:
         }
         record.intervals.append(interval)
         self._bar.set_postfix(loss=interval["loss"])
-        self._clock.resume()
         self._check()
+        self._clock.resume()
 
     def _check(self) -> None:
         """Raise Diverged if the interval ends in non-finite losses, or the last ten steps were
@@ -258,8 +257,8 @@ class Run:
         values = {
             "format": FORMAT,
             "settings": asdict(self.settings),
-            "device": device_name(self.device),
             "step": self.step,
+            "device": device_name(self.device),
             "model": model,
             "optimizer": optimizer,
             "scaler": self.variant.scaler.state_dict(),
@@ -283,8 +282,9 @@ class Run:
         if "cuda" in rng and variant.device.type == "cuda":
             torch.cuda.set_rng_state(rng["cuda"], variant.device)
 
-    def result(self, diverged: Diverged | None = None) -> Result:
-        """The contents of the result file: JSON, with None in place of NaN and infinity."""
+    def result(self, reason: str | None = None) -> Result:
+        """The contents of the result file: JSON, with None in place of NaN and infinity. `reason`
+        says why the run ended early."""
         record, settings = self.record, asdict(self.settings)
         times = record.step_ms or [math.nan]
         mean_ms = statistics.fmean(times)
@@ -301,7 +301,7 @@ class Run:
             "iterations": self.total,  # the intended length if the run diverged
             "epochs": self.total / self.data.batches_per_epoch,
             "time_s": mean_ms * self.total / 1e3,
-            "memory_mb": record.memory_bytes / 1e6,
+            "memory_mb": record.memory_bytes / 1e6 or None,
             "memory_kind": self.memory.kind if self._tensors is None else "tensors",
             "accuracy_pct": None if accuracy is None else 100 * accuracy,
             "test_loss": test["loss"],
@@ -310,13 +310,13 @@ class Run:
             "images_per_s_max": 1e3 * images / min(times),
             "loss_last": record.losses[-1] if record.losses else None,
             "loss_mean": mean_of_finite(record.losses),
-            "loss_scale": self.variant.loss_scale(),
+            "loss_scale": self.variant.loss_scale() if self.variant else None,
             "skipped_steps": record.skipped_steps,
-            "diverged": self._stop(diverged) if diverged else None,
+            "diverged": self._stop(reason) if reason else None,
             "conditions": {  # what repeats have in common, except the fields above
                 **{name: settings[name] for name in settings if name not in _NO_CONDITION},
                 **self.data.describe(),
-                **self.variant.policy,
+                **(self.variant.policy if self.variant else {}),
                 "world_size": self.world.size,
                 "device": device_name(self.device),
                 "torch": str(torch.__version__),
@@ -329,11 +329,13 @@ class Run:
         }
         return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
-    def _stop(self, diverged: Diverged) -> dict[str, Any]:
-        """The step after the last finite loss, and the reason."""
+    def _stop(self, reason: str) -> dict[str, Any]:
+        """The step after the last finite loss, or that which needed more memory; the reason."""
+        if reason == OUT_OF_MEMORY:
+            return {"step": min(self.step + 1, self.total), "reason": reason}
         losses = enumerate(self.record.losses, 1)
         last_finite = max((step for step, loss in losses if math.isfinite(loss)), default=0)
-        return {"step": min(last_finite + 1, self.step), "reason": str(diverged)}
+        return {"step": min(last_finite + 1, self.step), "reason": reason}
 
 
 def lr_factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> float:
