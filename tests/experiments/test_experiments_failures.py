@@ -227,7 +227,8 @@ CHANGES = [
     (lambda whole: torch.nn.Linear(2, 2), DAMAGED),  # is not plain data
     (lambda whole: {**whole, "format": 1}, DAMAGED),
     (changed("record", new=1), DAMAGED),
-    (changed("settings", model="vgg16"), "from a run with other settings or processes"),
+    (changed("settings", model="vgg16", lr=0.5), "is of other settings: model vgg16, lr 0.5"),
+    (lambda whole: {**whole, "rng": 2 * whole["rng"]}, "is of 2 processes, not 1"),
 ]
 
 

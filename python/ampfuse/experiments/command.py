@@ -85,11 +85,12 @@ def _check(todo: Sequence[Settings], world: World, device: torch.device) -> None
     """Raise UsageError for any of the runs `todo` that would fail, before the first one trains."""
     for settings in todo:
         distributed.check(settings, world, device)
-        try:
-            with torch.device("meta"):
-                models.build(settings.model, classes=10, channels=3, image_size=settings.image_size)
-        except ValueError as error:
-            raise UsageError(f"--model {settings.model}: {error}") from error
+    model = todo[0].model  # of all runs
+    try:
+        with torch.device("meta"):
+            models.build(model, classes=10, channels=3, image_size=todo[0].image_size)
+    except ValueError as error:
+        raise UsageError(f"--model {model}: {error}") from error
 
 
 def train_all(
@@ -164,6 +165,9 @@ def _advice(result: Result) -> str:
 
 # ---- resuming ------------------------------------------------------------------------------------
 
+# Settings in which a resumed run may differ from its checkpoint.
+_MAY_CHANGE = ("epochs", "iterations", "repeats", "print_freq", "evaluate", "workers")
+
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read `path`. Nothing in it is executed: it may come from anywhere."""
@@ -183,9 +187,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 def position(runs: Sequence[Settings], resume: dict[str, Any], world: World) -> int:
     """The index of the run that the checkpoint continues (it may be longer now); those before it
     are done."""
-    free = dict.fromkeys(("epochs", "iterations", "repeats", "print_freq", "evaluate", "workers"))
-    for index, run in enumerate(runs):
-        same = {**asdict(run), **free} == {**resume["settings"], **free}
-        if same and len(resume["rng"]) == world.size:
-            return index
-    raise UsageError("--resume: the checkpoint is from a run with other settings or processes")
+    if (processes := len(resume["rng"])) != world.size:
+        raise UsageError(f"--resume: the checkpoint is of {processes} processes, not {world.size}")
+    saved, differing = resume["settings"], []
+    for run in map(asdict, runs):
+        names = [name for name in {**run, **saved} if name not in _MAY_CHANGE]
+        differing.append([name for name in names if run.get(name) != saved.get(name)])
+    if nearest := min(differing, key=len):
+        values = ", ".join(f"{name} {saved.get(name)}" for name in nearest)
+        raise UsageError(f"--resume: the checkpoint is of other settings: {values}")
+    return differing.index([])
