@@ -374,6 +374,13 @@ def test_what_a_step_returns_and_whose_kernels_it_uses(variant_name):
     assert ours == [variant_name not in ("fp32", "O0", "amp-bf16")]
 
 
+def test_momentum_of_zeros_is_for_steps_that_can_be_skipped():
+    for precision, buffers in (("fp32", 0), ("amp-bf16", 0), ("amp-fp16", 2)):
+        settings = dataclasses.replace(BASE, precision=precision)
+        variant = build_variant(settings, nn.Linear(4, 3), nn.functional.cross_entropy, CPU)
+        assert len(variant.optimizer.state) == buffers
+
+
 @pytest.mark.parametrize("precision", ["amp-fp16", "O2"])
 def test_growth_interval_is_the_settings(precision):
     settings = dataclasses.replace(BASE, precision=precision, growth_interval=2)

@@ -55,7 +55,8 @@ class Variant:
             float32, 0-dim, on the device.
         bare_model: `model` without the wrapper for several processes.
         scaler: the loss scaler.
-        policy: the variant's choices of scaling, masters and batch norms, as JSON.
+        policy: options that the precision chose (loss scale, masters, FP32 batch norms, fusion),
+            for the result file.
     """
 
     policy: dict[str, Any]
@@ -94,7 +95,7 @@ class Variant:
         )
         scale = (static or "dynamic") if self.scaler.is_enabled() else None
         self.policy = {"keep_batchnorm_fp32": None, "loss_scale": scale, "fuse": False}
-        if self._half and settings.optimizer == "sgd" and settings.momentum:
+        if self.scaler.is_enabled() and settings.optimizer == "sgd" and settings.momentum:
             # torch's fused SGD leaves the buffers uninitialized if the first step is skipped, and
             # uses them in the next. With zeros the first step gives the same result.
             for parameter in self.model.parameters():
@@ -142,7 +143,8 @@ class Variant:
     def test(self, batches: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
         """Sum of the losses, correct answers and number of images of `batches`, in evaluation
         mode. Waits for the device."""
-        loss, right = torch.zeros(2, dtype=torch.float64, device=self.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        right = torch.zeros((), dtype=torch.int64, device=self.device)
         images = 0
         self.model.eval()
         with torch.no_grad(), self.autocast():
