@@ -73,13 +73,13 @@ def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
         )
     if not own:
         return text
-    found = [f"memory by {row.memory_kind}" for row in own]
-    found += [f"torch {row.conditions['torch']}" for row in own]
-    found += [f"ampfuse {row.conditions['ampfuse']}" for row in own]
-    found += [f"{row.date:.10}" for row in own]
+    facts = [f"memory by {row.memory_kind}" for row in own]
+    facts += [f"torch {row.conditions['torch']}" for row in own]
+    facts += [f"ampfuse {row.conditions['ampfuse']}" for row in own]
+    facts += [f"{row.date:.10}" for row in own]
     return (
         f"{text}\n\nMeasured here: time of training, without warm-up and evaluation; 1 MB is 10^6 "
-        f"bytes; ± is the sample standard deviation of n runs; {', '.join(dict.fromkeys(found))}."
+        f"bytes; ± is the sample standard deviation of n runs; {', '.join(dict.fromkeys(facts))}."
     )
 
 
@@ -94,7 +94,7 @@ _SHOWN = ("data", "graph", "world_size", "device")
 
 
 def _note(row: Row, differing: Sequence[str]) -> str:
-    """Why a figure is missing, and in which of the conditions `differing` a row was measured."""
+    """The text of the last column: why a figure is missing, and which conditions differ."""
     if not row.runs:
         return row.note
     conditions = row.conditions
@@ -160,7 +160,10 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "outcome": lambda row: row.note,
 }
 # The columns of a table beside published rows, and of a command that trains.
-PUBLISHED = [*list(CELLS)[:-4], "note"]
+PUBLISHED = (
+    "source|environment|GPU|model|variant|optimizer|batch size|iterations|epochs|time, s|images/s|"
+    "min|max|memory, MB|accuracy, %|loss last|loss mean|n|note"
+).split("|")
 _TRAINED = "variant|batch size|step, ms|images/s|memory, MB|loss last|accuracy, %|skipped|scale"
 TRAINED = [*_TRAINED.split("|"), "outcome"]
 
