@@ -27,7 +27,7 @@ from ampfuse.experiments.command import load_checkpoint, report
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.settings import VARIANTS, Settings
-from ampfuse.experiments.training import Diverged, Place, Record, Run
+from ampfuse.experiments.training import Diverged, Job, Record, Run
 from ampfuse.experiments.variants import build_variant, squared_error
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, tensor_memory
@@ -62,7 +62,7 @@ BASE = Settings(
 
 def run_of(settings: Settings, folder: Path | None = None, resume: dict | None = None) -> Run:
     data = open_data(settings, CPU)
-    return Run(settings, data, Place(CPU, folder=folder), "run", resume)
+    return Run(settings, data, Job(CPU, folder=folder), "run", resume)
 
 
 def trained(settings: Settings, folder: Path | None = None, resume: dict | None = None) -> Run:
@@ -470,7 +470,7 @@ def test_captured_steps_train_like_eager_ones(variant, optimizer, monkeypatch):
     device, runs = torch.device("cuda", 0), []
     for graph in (False, True):
         settings = dataclasses.replace(of_mnist, graph=graph)
-        runs.append(Run(settings, open_data(settings, device), Place(device)))
+        runs.append(Run(settings, open_data(settings, device), Job(device)))
         runs[-1].train()
     eager, graphed = runs
     assert graphed.record.losses == pytest.approx(eager.record.losses, rel=1e-3)

@@ -29,8 +29,8 @@ from ampfuse.experiments.results import (
     rows_of,
     write,
 )
-from ampfuse.experiments.settings import FP16, MADE_UP, Script, Settings, parse, runs_of
-from ampfuse.experiments.training import Diverged, Place, Record, Run
+from ampfuse.experiments.settings import FP16, WITHOUT_FOLDER, Script, Settings, parse, runs_of
+from ampfuse.experiments.training import Diverged, Job, Record, Run
 
 DIVERGED = 3  # exit status; the others are in status_of()
 # What the line of a run reports of its result.
@@ -61,23 +61,23 @@ def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
     device = choose_device(f"cuda:{world.local_rank}" if by_rank else args.device)
     resume = load_checkpoint(args.resume) if args.resume else None
     todo = runs_of(args, script, device)
-    if args.data not in (None, *MADE_UP) and not Path(args.data).expanduser().is_dir():
+    if args.data not in (None, *WITHOUT_FOLDER) and not Path(args.data).expanduser().is_dir():
         raise UsageError(f"--data {args.data}: no such folder; create it to download into it")
     _check(todo, world, device)
     label = file_name(args.GPU or device_name(device))
-    place = Place(device, world, args.output / label, label, bool(args.checkpoints), args.prof > 0)
-    check_writable("--output", place.folder)
+    job = Job(device, world, args.output / label, label, bool(args.checkpoints), args.prof > 0)
+    check_writable("--output", job.folder)
     todo = todo[position(todo, resume, world) :] if resume else todo
     say = (lambda text: None) if world.rank else print
     say(f"{script.title} {todo[0].data} data, on {device_name(device)}, torch {torch.__version__}.")
     results: list[Result] = []
     with world.connected(device):
-        for result in train_all(todo, place, resume, command):
+        for result in train_all(todo, job, resume, command):
             results.append(result)
             say(report(result, todo[0].repeats))
     rows = rows_of(results)
     say(f"\n{make_table.table(rows, make_table.TRAINED)}\n\n{make_table.explained(rows)}")
-    say(f"{'Traces' if place.profile else 'Results'}: {place.folder.absolute()}")
+    say(f"{'Traces' if job.profile else 'Results'}: {job.folder.absolute()}")
     return DIVERGED if any(row.diverged for row in rows) else 0
 
 
@@ -94,7 +94,7 @@ def _check(todo: Sequence[Settings], world: World, device: torch.device) -> None
 
 
 def train_all(
-    todo: Sequence[Settings], place: Place, resume: dict[str, Any] | None = None, command: str = ""
+    todo: Sequence[Settings], job: Job, resume: dict[str, Any] | None = None, command: str = ""
 ) -> Iterator[Result]:
     """Train the runs `todo`, the first one from `resume`, and write their result files. Ctrl-C
     prints how `command` continues."""
@@ -106,9 +106,9 @@ def train_all(
         parts = (settings.experiment, settings.model, settings.variant)
         numbers = f"b{settings.batch_size}-{length}-r{settings.repeat}"
         name = resume["name"] if resume else file_name("-".join([*parts, numbers, when]))
-        name = place.world.gather(name)[0]
-        data = open_data(settings, place.device, place.world.rank, place.world.size)
-        run = Run(settings, data, place, name, resume)
+        name = job.world.gather(name)[0]
+        data = open_data(settings, job.device, job.world.rank, job.world.size)
+        run = Run(settings, data, job, name, resume)
         checkpoints.append(Path(f"{run.stem}.pt"))
         reason = None  # of an early end; the error itself would keep the run's tensors
         try:
@@ -116,19 +116,19 @@ def train_all(
         except Diverged as error:
             reason = str(error)
         except RuntimeError as error:
-            if place.world.size > 1 or not _is_out_of_memory(error):
+            if job.world.size > 1 or not _is_out_of_memory(error):
                 raise
             reason = OUT_OF_MEMORY
         except KeyboardInterrupt:
             saved = [path for path in checkpoints if path.is_file()]
-            if saved and place.world.rank == 0:
+            if saved and job.world.rank == 0:
                 print(f"\nTo continue: {command} --resume {shlex.quote(str(saved[-1]))}")
             raise
         result = run.result(reason)
         resume = None
-        if place.folder and place.world.rank == 0 and not place.profile:
+        if job.folder and job.world.rank == 0 and not job.profile:
             text = json.dumps(result, indent=1, allow_nan=False)
-            write(place.folder / f"{name}.json", f"{text}\n".encode())
+            write(job.folder / f"{name}.json", f"{text}\n".encode())
         yield result
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ampfuse.command_line import UsageError
-from ampfuse.experiments.settings import MADE_UP, Settings
+from ampfuse.experiments.settings import WITHOUT_FOLDER, Settings
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -44,7 +44,7 @@ def generator(*key: object) -> torch.Generator:
 
 
 class DatasetProperties(NamedTuple):
-    """`mean` and `std` of the pixels are per channel, as shares of 255."""
+    """`mean` and `std` of the pixels are per channel, scaled to [0, 1]."""
 
     channels: int
     classes: int
@@ -92,11 +92,11 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
     Raises DataError if the set is missing or damaged or cannot be downloaded."""
     from torchvision import datasets
 
-    place = Path(folder).expanduser()
+    root = Path(folder).expanduser()
     properties = PROPERTIES[kind]
     try:
         if kind == "imagenet":
-            parts = [datasets.ImageFolder(place / name) for name in ("train", "val")]
+            parts = [datasets.ImageFolder(root / name) for name in ("train", "val")]
             if differing := set(parts[0].classes) ^ set(parts[1].classes):
                 raise ValueError(f"not in both train and val: {', '.join(sorted(differing))}")
             pairs = (zip(*part.samples, strict=True) for part in parts)
@@ -105,7 +105,7 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
         source = datasets.CIFAR10 if kind == "cifar10" else datasets.MNIST
         splits = []
         for train in (True, False):
-            part = source(place, train=train, download=True)
+            part = source(root, train=train, download=True)
             images, labels = torch.as_tensor(part.data), torch.as_tensor(part.targets)
             images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
             low, high = labels.min(), labels.max()
@@ -115,10 +115,10 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
         return ImageSet(*splits, properties)
     except Exception as error:  # torchvision raises nearly anything for damaged files
         expected, pattern = _FILES[kind]
-        found = ", ".join(map(str, sorted(place.glob(pattern) if pattern else ())))
-        there = f"; delete these if they are damaged: {found}" if found else ""
+        files = ", ".join(map(str, sorted(root.glob(pattern) if pattern else ())))
+        there = f"; delete these if they are damaged: {files}" if files else ""
         raise DataError(
-            f"--data {place}: {kind} could not be read: {error}{there}; expected: {expected}; or "
+            f"--data {root}: {kind} could not be read: {error}{there}; expected: {expected}; or "
             "use --data digits or synthetic"
         ) from error
 
@@ -196,28 +196,31 @@ class Data:
         self.train_size, self.test_size = len(images.train.labels), len(images.test.labels)
         self.batches_per_epoch = self.train_size // (settings.batch_size * world_size)
         if not self.batches_per_epoch:
-            of_each = f" of each of {world_size} processes" if world_size > 1 else ""
+            share = f" of each of {world_size} processes" if world_size > 1 else ""
             raise DataError(
                 f"--batch-size {settings.batch_size} is more than the "
-                f"{self.train_size // world_size} training images{of_each}: use a smaller one"
+                f"{self.train_size // world_size} training images{share}: use a smaller one"
             )
-        first, end = (self.test_size * part // world_size for part in (rank, rank + 1))
+        first = self.test_size * rank // world_size
+        end = self.test_size * (rank + 1) // world_size
         self._test_share = slice(first, end)
         last = settings.channels_last
         self._memory_format = torch.channels_last if last else torch.contiguous_format
-        mean, std = (  # a grey set takes the first of three values
-            torch.tensor(values[: self.channels], dtype=torch.float64).view(-1, 1, 1)
-            for values in (settings.mean or properties.mean, settings.std or properties.std)
-        )
+        mean = self._per_channel(settings.mean or properties.mean)
+        std = self._per_channel(settings.std or properties.std)
         # (pixels / 255 - mean) / std, in double precision and rounded once.
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
 
+    def _per_channel(self, values: Sequence[float]) -> Tensor:
+        """float64 [channels, 1, 1]; a grey set takes the first of three values."""
+        return torch.tensor(values[: self.channels], dtype=torch.float64).view(-1, 1, 1)
+
     def describe(self) -> dict[str, Any]:
         """The data as result files name them: by the contents of a folder, not its path."""
-        data = self.settings.data if self.settings.data in MADE_UP else self.kind
+        data = self.settings.data if self.settings.data in WITHOUT_FOLDER else self.kind
         loader = "resident" if self.workers is None else "workers"
-        found = {"data": data, "kind": self.kind, "loader": loader, "workers": self.workers}
-        return {**found, "train_size": self.train_size, "test_size": self.test_size}
+        sizes = {"train_size": self.train_size, "test_size": self.test_size}
+        return {"data": data, "kind": self.kind, "loader": loader, "workers": self.workers, **sizes}
 
     def _epoch_order(self, epoch: int) -> Tensor:
         """Indices of this process's images: int64 [batches_per_epoch, batch_size]. Processes take

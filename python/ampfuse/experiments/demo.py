@@ -19,8 +19,8 @@ from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_plot, make_table
 from ampfuse.experiments.command import DIVERGED, train_all
 from ampfuse.experiments.results import rows_of
-from ampfuse.experiments.settings import LEVELS, Settings, has_tf32
-from ampfuse.experiments.training import Place
+from ampfuse.experiments.settings import LEVELS, Settings, has_tf32_and_bf16
+from ampfuse.experiments.training import Job
 
 _NOTES = """\
 memory: the peak of tensors, measured in a few steps beforehand.
@@ -47,9 +47,10 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     check_installed("demo", "sklearn", "matplotlib", "tqdm")
     check_writable("--output", args.output)
     device = choose_device(args.device)
-    has_bf16 = has_tf32(device) if device.type == "cuda" else hardware.cpu_has_bf16()
+    on_cpu = device.type == "cpu"
+    has_bf16 = hardware.cpu_has_bf16() if on_cpu else has_tf32_and_bf16(device)
     # Wide enough to show the gain of half precision, or quick on any laptop.
-    width = args.width or (128 if device.type == "cuda" or has_bf16 else 64)
+    width = args.width or (64 if on_cpu and not has_bf16 else 128)
     common = Settings(
         experiment="demo",
         model=f"digits{width}",
@@ -70,10 +71,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     what = f"a CNN {width} channels wide, {args.epochs} epochs, batches of {args.batch_size}"
     where = f"{device_name(device)}, torch {torch.__version__}"
     print(f"Handwritten digits; {what}, seed {args.seed}. On {where}.", flush=True)
-    rows = rows_of(train_all(todo, Place(device, label=device_name(device), measure_tensors=True)))
-    print(
-        f"\n{make_table.table(rows, make_table.TRAINED)}\n\n{make_table.explained(rows)}\n{_NOTES}"
-    )
+    rows = rows_of(train_all(todo, Job(device, label=device_name(device), measure_tensors=True)))
+    table = make_table.table(rows, make_table.TRAINED)
+    print(f"\n{table}\n\n{make_table.explained(rows)}\n{_NOTES}")
     if not has_bf16:
         print("This device has no BF16 arithmetic: O4 and O5 save memory, not time.")
     csv = args.output / "levels.csv"

@@ -119,13 +119,16 @@ def states_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], d
 
 
 def load_states(
-    model: nn.Module, optimizer: Optimizer, of_model: dict[str, Any], of_optimizer: dict[str, Any]
+    model: nn.Module,
+    optimizer: Optimizer,
+    model_state: dict[str, Any],
+    optimizer_state: dict[str, Any],
 ) -> None:
     """Load states of :func:`states_of`. All processes must call this."""
     if not isinstance(model, FSDPModule):
-        model.load_state_dict(of_model)
-        optimizer.load_state_dict(of_optimizer)
+        model.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
         return
-    states = {"model_state_dict": of_model, "optim_state_dict": of_optimizer}
+    states = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
     options = whole_states.StateDictOptions(full_state_dict=True)
     whole_states.set_state_dict(model, optimizer, **states, options=options)

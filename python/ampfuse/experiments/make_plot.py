@@ -46,8 +46,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     check_writable("--output", output)
     if not (rows := results.published("e1") if args.published else results.measured(args.results)):
         raise UsageError(f"{args.results}: no results in this folder; train first")
-    found = drawn(results.chosen(rows, args), std=args.plot_std or args.published)
-    print(*save(found, output / "published" if args.published else output), sep="\n")
+    figures = drawn(results.chosen(rows, args), std=args.plot_std or args.published)
+    print(*save(figures, output / "published" if args.published else output), sep="\n")
     return 0
 
 
@@ -61,17 +61,17 @@ def drawn(rows: Sequence[Row], *, std: bool = False) -> dict[str, Figure]:
     by_model: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         by_model.setdefault((row.experiment, row.model), []).append(row)
-    found = {}
-    for (experiment, model), ours in by_model.items():
+    figures = {}
+    for (experiment, model), members in by_model.items():
         title = TITLES.get(experiment, experiment)
         if model != _MAIN_MODELS.get(experiment, model):
             title += f" {model}"
         for suffix, kind in itertools.product(("", " (std)") if std else ("",), _KINDS):
-            if figure := against_batch(ours, kind, std=suffix != ""):
-                found[file_name(f"{title} - {kind.title()}{suffix}")] = figure
-    if not found:
+            if figure := against_batch(members, kind, std=suffix != ""):
+                figures[file_name(f"{title} - {kind.title()}{suffix}")] = figure
+    if not figures:
         raise UsageError("the chosen results have nothing to draw")
-    return found
+    return figures
 
 
 def save(figures: dict[str, Figure], folder: Path) -> list[Path]:
@@ -96,21 +96,21 @@ def lines(rows: Sequence[Row]) -> Lines:
     The name is the variant. If rows of one batch size differ in conditions, these follow in
     parentheses, at all batch sizes; if lines differ in length, the length follows.
     """
-    found: Lines = {}
+    by_name: Lines = {}
     for gpu, variant in _distinct((row.gpu, row.variant) for row in rows):
         members = [row for row in rows if (row.gpu, row.variant) == (gpu, variant)]
         names = results.differing(members, ["batch_size"])
         for row in members:
             suffix = results.described(row, names)
             name = f"{variant} ({suffix})" if suffix else variant
-            found.setdefault((gpu, name), []).append(row)
-    if len(_lengths(found)) == 1:
-        return found
-    return {(gpu, f"{name}, {_length(rows)}"): rows for (gpu, name), rows in found.items()}
+            by_name.setdefault((gpu, name), []).append(row)
+    if len(_lengths(by_name)) == 1:
+        return by_name
+    return {(gpu, f"{name}, {_length(rows)}"): rows for (gpu, name), rows in by_name.items()}
 
 
-def _lengths(found: Lines) -> set[str]:
-    return {_length(rows) for rows in found.values()}
+def _lengths(by_name: Lines) -> set[str]:
+    return {_length(rows) for rows in by_name.values()}
 
 
 def _length(rows: Sequence[Row]) -> str:
@@ -143,8 +143,8 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     rows = [row for row in rows if row.batch_size and (value_of(row) or row.diverged)]
     if not any(map(value_of, rows)):
         return None
-    found = lines(rows)
-    if kind == "time" and len(lengths := _lengths(found)) == 1:
+    by_name = lines(rows)
+    if kind == "time" and len(lengths := _lengths(by_name)) == 1:
         what += f" of {listed(lengths)}"
     if {row.memory_kind for row in rows} == {"process RSS"} and kind == "memory":
         what = "memory of the process"
@@ -152,7 +152,7 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     are_bars = len(batches) == 1
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")  # inches: a notebook's column
     axes = figure.subplots()
-    _draw(axes, found, column, are_bars=are_bars, std=std)
+    _draw(axes, by_name, column, are_bars=are_bars, std=std)
     if not are_bars:
         axes.set(xscale="log", xlabel="batch size")
         axes.set_xticks(batches, batches, rotation=90 if len(batches) > 8 else 0)
@@ -179,40 +179,40 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
 def _add_legend(figure: Figure, axes: Axes, gpus: Sequence[str]) -> None:
     by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     labels = [textwrap.fill(label, 28) for label in by_label]
-    look = {"loc": "outside right center", "frameon": False, "handlelength": 3.6, "fontsize": 7}
+    style = {"loc": "outside right center", "frameon": False, "handlelength": 3.6, "fontsize": 7}
     if len(gpus) == 1:  # it is the title of the legend
-        look |= {"title": textwrap.fill(gpus[0], 28), "title_fontsize": 7}
-    figure.legend(by_label.values(), labels, **look)
+        style |= {"title": textwrap.fill(gpus[0], 28), "title_fontsize": 7}
+    figure.legend(by_label.values(), labels, **style)
 
 
-def _draw(axes: Axes, found: Lines, column: str, *, are_bars: bool, std: bool) -> None:
+def _draw(axes: Axes, by_name: Lines, column: str, *, are_bars: bool, std: bool) -> None:
     """Draw the lines or bars. The color shows the GPU and the dash the variant; with a single GPU
     both show the variant. Bars of one variant stand next to each other."""
-    gpus, names = (_distinct(part) for part in zip(*found, strict=True))
+    gpus, names = (_distinct(part) for part in zip(*by_name, strict=True))
     width = 0.8 / len(gpus)
-    for (gpu, name), members in found.items():
+    for (gpu, name), members in by_name.items():
         # The axis of bars names the variant, the legend the GPU.
         bar = names.index(name) + (gpus.index(gpu) + 0.5) * width - 0.4
         points = []
         for row in sorted(members, key=lambda row: row.batch_size):
-            place = bar if are_bars else row.batch_size
+            x = bar if are_bars else row.batch_size
             value = getattr(row, column)
             if value.mean:
-                points.append((place, value.mean, value.std or 0))
+                points.append((x, value.mean, value.std or 0))
             if row.diverged:
                 what = row.note.partition(" in step")[0]  # such as "2 of 3 diverged"
                 text = f"  {row.variant} {what}"
-                axes.text(place, 0, text, rotation=90, va="bottom", fontsize=6.5)
+                axes.text(x, 0, text, rotation=90, va="bottom", fontsize=6.5)
         if not points:
             continue
-        x, y, errors = zip(*points, strict=True)
+        xs, ys, errors = zip(*points, strict=True)
         color = f"C{(gpus.index(gpu) if len(gpus) > 1 else names.index(name)) % 10}"
-        look = {"yerr": errors if std else None, "capsize": 2, "color": color}
+        style = {"yerr": errors if std else None, "capsize": 2, "color": color}
         if are_bars:
-            axes.bar(x, y, width, label=gpu, **look)
+            axes.bar(xs, ys, width, label=gpu, **style)
         else:
-            look |= {"linestyle": _DASHES[names.index(name) % len(_DASHES)], "marker": "."}
-            axes.errorbar(x, y, label=name if len(gpus) == 1 else f"{gpu} {name}", **look)
+            style |= {"linestyle": _DASHES[names.index(name) % len(_DASHES)], "marker": "."}
+            axes.errorbar(xs, ys, label=name if len(gpus) == 1 else f"{gpu} {name}", **style)
     if are_bars:
         axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 6 else 0, fontsize=8)
         axes.set_xlim(-0.6, len(names) - 0.4)  # also where a run diverged

@@ -45,8 +45,8 @@ _NONE = Statistic()
 class Row:
     """One variant at one size: a published line, or all repeats of a run.
 
-    What is not known is None. In measured rows, `conditions` has everything else that the repeats
-    have in common, and `runs` their result files. Diverged runs only count for memory.
+    Unknown fields are None. In measured rows, `conditions` has everything else that the repeats
+    have in common, and `runs` their result files. Diverged runs contribute to `memory_mb` only.
     """
 
     source: str  # "measured" or "published"
@@ -87,7 +87,7 @@ SHARED = "recipe experiment model gpu variant batch_size optimizer iterations ep
 
 def records(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """`rows` without their runs, as flat dictionaries, for a CSV or a DataFrame."""
-    found = []
+    flat = []
     for row in rows:
         record: dict[str, Any] = {}
         for name, value in vars(row).items():
@@ -95,17 +95,17 @@ def records(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 record |= {f"{name}_mean": value.mean, f"{name}_std": value.std}
             elif name not in ("conditions", "runs"):
                 record[name] = value
-        found.append(record | row.conditions)
-    return found
+        flat.append(record | row.conditions)
+    return flat
 
 
 def differing(rows: Sequence[Row], shared: Sequence[str]) -> list[str]:
     """The conditions in which those of `rows` differ that have the same `shared` fields."""
     values: dict[tuple[Any, ...], set[str]] = {}
     for row in rows:
-        of_row = [getattr(row, name) for name in shared]
+        size = [getattr(row, name) for name in shared]
         for name, value in _conditions(row).items():
-            values.setdefault((name, *of_row), set()).add(str(value))
+            values.setdefault((name, *size), set()).add(str(value))
     return list(dict.fromkeys(name for (name, *_), texts in values.items() if len(texts) > 1))
 
 
@@ -170,12 +170,12 @@ def rows_of(runs: Iterable[Result]) -> list[Row]:
         key = repr([*(run[name] for name in SHARED), sorted(run["conditions"].items())])
         groups.setdefault(key, {})[run["seed"]] = run
 
-    def place(row: Row) -> tuple[Any, ...]:
+    def sort_key(row: Row) -> tuple[Any, ...]:
         order = [*VARIANT_ORDER, row.variant].index(row.variant)
         line = (row.experiment, row.model, row.gpu, order, row.variant)
         return (*line, row.batch_size, row.iterations, str(row.conditions))
 
-    return sorted((_row_of([*group.values()]) for group in groups.values()), key=place)
+    return sorted((_row_of([*group.values()]) for group in groups.values()), key=sort_key)
 
 
 def _row_of(runs: list[Result]) -> Row:

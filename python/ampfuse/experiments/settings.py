@@ -1,6 +1,7 @@
 """The settings of a run, and the runs that a command line asks for.
 
-A :class:`Script` has recipes, the published settings. A CPU changes some, and flags override both.
+A script has recipes. A recipe has the published settings, and smaller ones for a CPU. Flags
+override both.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FP16 = ("amp-fp16", "O1", "O2", "O3")
 HALF_LEVELS = ("O2", "O3", "O5")  # with half weights
 # Precision and loss scale of E1's --mode, and of E4's --fp16.
 _MODES = {"FP32": ("fp32", None), "FP16": ("O2", 128.0), "amp": ("O1", None), "fp16": ("O2", 1.0)}
-MADE_UP = ("digits", "synthetic")  # data without a folder
+WITHOUT_FOLDER = ("digits", "synthetic")  # values of --data
 
 
 def switch(text: str) -> bool:
@@ -71,7 +72,7 @@ class Settings:
     growth_interval: int = 2000
     augment: bool = False
     shuffle: bool = True
-    mean: tuple[float, ...] | None = None  # of pixels, as shares of 255; None: the data set's
+    mean: tuple[float, ...] | None = None  # of pixels scaled to [0, 1]; None: the set's
     std: tuple[float, ...] | None = None  # the same
     synthetic_size: int | None = None
     dropout: float = 0.0
@@ -138,8 +139,8 @@ def parse(script: Script, argv: Sequence[str], prog: str) -> argparse.Namespace:
     text = f"{script.title}\n\nRecipes (published settings; flags override them), and variants:\n"
     text += "".join(f"  {recipe.name:<9} {recipe.title}\n" for recipe in script.recipes)
     text += "".join(f"  {name:<9} {what}\n" for name, what in VARIANTS.items())
-    look = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser(prog=prog, description=text, formatter_class=look, allow_abbrev=False)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog=prog, description=text, formatter_class=form, allow_abbrev=False)
     _add_what(parser.add_argument_group("what to train"), script)
     how = parser.add_argument_group("how to train, the same for every variant")
     length = how.add_mutually_exclusive_group()
@@ -207,10 +208,10 @@ def runs_of(args: argparse.Namespace, script: Script, device: torch.device) -> l
     for size in dict.fromkeys(flags.pop("batch_size", [None])):
         if size:
             flags["batch_size"] = size
-        of_size = [_resolved(recipe, flags | variant, device) for variant in variants]
+        each_variant = [_resolved(recipe, flags | variant, device) for variant in variants]
         # Variants take turns, so that other load of the machine affects all of them alike.
-        for repeat in range(of_size[0].repeats):
-            runs += [dataclasses.replace(settings, repeat=repeat) for settings in of_size]
+        for repeat in range(each_variant[0].repeats):
+            runs += [dataclasses.replace(settings, repeat=repeat) for settings in each_variant]
     return runs
 
 
@@ -226,14 +227,15 @@ def _variants(args: argparse.Namespace, device: torch.device) -> list[dict[str, 
     if not (args.variant or args.opt_level or args.static_loss_scale):
         names.append("O2" if device.type == "cuda" else "O5")
     if "all" in names:
-        names = [name for name in VARIANTS if name != "tf32" or has_tf32(device)]
-    if "tf32" in names and not has_tf32(device):
+        names = [name for name in VARIANTS if name != "tf32" or has_tf32_and_bf16(device)]
+    if "tf32" in names and not has_tf32_and_bf16(device):
         raise UsageError("--variant tf32: TF32 needs a GPU of sm_80 (Ampere) or later")
     names = dict.fromkeys(names)
     return [{"variant": name, "precision": name, "loss_scale": loss_scale} for name in names]
 
 
-def has_tf32(device: torch.device) -> bool:
+def has_tf32_and_bf16(device: torch.device) -> bool:
+    """Whether it is a GPU of sm_80 (Ampere) or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 

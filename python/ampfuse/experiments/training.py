@@ -34,10 +34,10 @@ from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, StepClock, tensor_memory
 
 _WARM_UP_STEPS = 2
-# The settings that a result file has at its top, and those that are no conditions of it.
+# The settings that a result file has at its top, and those that its conditions leave out.
 _IN_RESULT = "recipe experiment model variant batch_size optimizer repeat".split()
-_LENGTHS = "repeats seed iterations epochs print_freq evaluate synthetic_size".split()
-_NO_CONDITION = {*_IN_RESULT, *_LENGTHS}
+_LEFT_OUT = "repeats seed iterations epochs print_freq evaluate synthetic_size".split()
+_NO_CONDITION = {*_IN_RESULT, *_LEFT_OUT}
 
 
 class Diverged(Exception):
@@ -45,7 +45,7 @@ class Diverged(Exception):
 
 
 @dataclass
-class Place:
+class Job:
     """The device and the files of all runs of a command."""
 
     device: torch.device
@@ -78,22 +78,22 @@ class Run:
         self,
         settings: Settings,
         data: Data,
-        place: Place,
+        job: Job,
         name: str = "run",
         resume: dict[str, Any] | None = None,
     ) -> None:
-        self.settings, self.data, self.place, self.resume = settings, data, place, resume
-        self.device, self.world = place.device, place.world
-        self.stem = place.folder and place.folder / name  # of the run's files
+        self.settings, self.data, self.job, self.resume = settings, data, job, resume
+        self.device, self.world = job.device, job.world
+        self.stem = job.folder and job.folder / name  # of the run's files
         self.seed = settings.seed + settings.repeat
-        of_epochs = (settings.epochs or math.inf) * data.batches_per_epoch
-        self.total = int(min(settings.iterations or math.inf, of_epochs))
+        steps_of_epochs = (settings.epochs or math.inf) * data.batches_per_epoch
+        self.total = int(min(settings.iterations or math.inf, steps_of_epochs))
         self.step = resume["step"] if resume else 0
         if self.step > self.total:
             asked = f"{self.total} are asked for"
             raise UsageError(f"--resume: the checkpoint has done {self.step} steps, but {asked}")
         self.record = resume["record"] if resume else Record()
-        if resume and resume.get("device") != device_name(self.device):  # figures of one device
+        if resume and resume.get("device") != device_name(self.device):  # keeps losses
             self.record = replace(self.record, step_ms=[], time_s=0.0, memory_bytes=0)
         # The first steps capture the graph and are not timed.
         self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
@@ -148,7 +148,7 @@ class Run:
     def _start(self) -> None:
         """Set the variant to train, in the state of the checkpoint. Another one warms up: libraries
         choose and compile kernels in its steps, which are not timed."""
-        measured = self.place.measure_tensors
+        measured = self.job.measure_tensors
         self.memory.release()
         torch.manual_seed(self.seed)
         with tensor_memory(self.device) if measured else contextlib.nullcontext(None) as peak:
@@ -166,7 +166,7 @@ class Run:
             self._restore(self.variant, self.resume)
 
     def _profile(self) -> contextlib.AbstractContextManager[Any]:
-        if not (self.place.profile and self.stem and self.world.rank == 0):
+        if not (self.job.profile and self.stem and self.world.rank == 0):
             return contextlib.nullcontext()
         self.stem.parent.mkdir(parents=True, exist_ok=True)
         trace = f"{self.stem}.trace.json"
@@ -202,7 +202,7 @@ class Run:
             record.evaluations.append(evaluation)
             if not math.isfinite(loss):
                 raise Diverged(f"the test loss became {loss}")
-        if self.place.checkpoints:
+        if self.job.checkpoints:
             self.save()
         self._clock.resume()
 
@@ -235,8 +235,8 @@ class Run:
 
     def _check(self) -> None:
         """Raise Diverged if the interval ends in non-finite losses, or the last ten steps were
-        skipped at a scale of at most 1. A single non-finite loss is no sign under a dynamic scale,
-        which skips a bad batch."""
+        skipped at a scale of at most 1. Under a dynamic scale, one non-finite loss is normal: that
+        step is skipped."""
         losses, intervals = self.record.losses, self.record.intervals[-10:]
         if not any(map(math.isfinite, losses[-3 if intervals[-1]["overflow_steps"] else -1 :])):
             raise Diverged(f"the training loss became {losses[-1]}")
@@ -296,7 +296,7 @@ class Run:
         result = {
             "format": FORMAT,
             **{name: settings[name] for name in _IN_RESULT},
-            "gpu": self.place.label,
+            "gpu": self.job.label,
             "seed": self.seed,
             "iterations": self.total,  # the intended length if the run diverged
             "epochs": self.total / self.data.batches_per_epoch,
