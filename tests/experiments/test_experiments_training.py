@@ -23,8 +23,9 @@ pytest.importorskip("tqdm")
 from ampfuse._core import EXTENSION as _C
 from ampfuse.command_line import UsageError
 from ampfuse.experiments import cifar, make_table, mlp, training
-from ampfuse.experiments.command import load_checkpoint, report
+from ampfuse.experiments.command import load_checkpoint, report, train_all
 from ampfuse.experiments.data import open_data
+from ampfuse.experiments.distributed import World
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.settings import VARIANTS, Settings
 from ampfuse.experiments.training import Diverged, Job, Record, Run
@@ -315,6 +316,14 @@ def test_the_other_runs_follow_one_that_runs_out_of_memory(fail, tmp_path, capsy
     assert large["diverged"] == {"step": 1, "reason": "out of memory"}
     assert (large["memory_mb"], large["time_s"], large["loss_scale"]) == (None, None, 65536)
     assert small["conditions"].keys() == large["conditions"].keys()
+
+
+def test_memory_that_one_of_several_processes_lacks_ends_the_command(monkeypatch):
+    """The others wait for it."""
+    monkeypatch.setattr(World, "gather", lambda world, value: [value] * world.size)
+    monkeypatch.setattr(Run, "train", lambda run: raise_as_cuda())
+    with pytest.raises(torch.OutOfMemoryError):
+        next(train_all([BASE], Job(CPU, World(size=2))))
 
 
 def test_advice_fits_the_variant():
