@@ -76,7 +76,7 @@ def test_every_module_is_there_under_both_names():
         ("import {}.contrib.groupbn.batch_norm", "contrib.groupbn", "ampfuse.nn.BatchNormAct2d"),
         (
             "from {}.normalization.fused_layer_norm import FusedLayerNormAffineFunction",
-            "normalization.FusedLayerNormAffineFunction",
+            "normalization.fused_layer_norm.FusedLayerNormAffineFunction",
             "apex.normalization.FusedLayerNorm;",
         ),
         ("import {}.unheard.of", "unheard", "torch's own"),

@@ -15,10 +15,14 @@ from ampfuse.compat.apex.normalization import (
     FusedRMSNorm,
     MixedFusedLayerNorm,
     MixedFusedRMSNorm,
+)
+from ampfuse.compat.apex.normalization.fused_layer_norm import (
     fused_layer_norm,
     fused_layer_norm_affine,
     fused_rms_norm,
     fused_rms_norm_affine,
+    mixed_dtype_fused_layer_norm_affine,
+    mixed_dtype_fused_rms_norm_affine,
 )
 from ampfuse.compat.apex.reparameterization import apply_weight_norm, remove_weight_norm
 from cases import bf16, f16, f32
@@ -191,3 +195,25 @@ def test_arguments_of_the_loss_have_apexs_defaults():
     losses = SoftmaxCrossEntropyLoss.apply(logits, labels)
     expected = F.cross_entropy(logits, labels, ignore_index=0, reduction="none")
     torch.testing.assert_close(losses, expected)
+
+
+def test_fused_layer_norm_is_a_module_as_in_apex():
+    import ampfuse.compat.apex.normalization.fused_layer_norm as module
+
+    assert apex.normalization.fused_layer_norm is module
+    assert module.FusedLayerNorm is apex.normalization.FusedLayerNorm is FusedLayerNorm
+    assert callable(module.fused_layer_norm)
+
+
+def test_functions_take_memory_efficient_last():
+    x, weight, bias = torch.randn(2, 4), torch.randn(4), torch.randn(4)
+    for function, params in {
+        fused_layer_norm: [],
+        fused_layer_norm_affine: [weight, bias],
+        mixed_dtype_fused_layer_norm_affine: [weight, bias],
+        fused_rms_norm: [],
+        fused_rms_norm_affine: [weight],
+        mixed_dtype_fused_rms_norm_affine: [weight],
+    }.items():
+        args = x, *params, (4,), 1e-3
+        assert torch.equal(function(*args, True), function(*args))

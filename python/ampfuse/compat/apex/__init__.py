@@ -8,11 +8,15 @@ copy, and CPU tensors and BF16 are welcome.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
 
 from ampfuse.compat.apex.installing import install, installed_apex, uninstall
+
+# isort: off
+from ampfuse.compat.apex import amp, amp_C, apex_C, contrib, fp16_utils, fused_adam_cuda, mlp
+from ampfuse.compat.apex import multi_tensor_apply, normalization, optimizers, parallel
+from ampfuse.compat.apex import reparameterization
 
 
 class DeprecatedFeatureWarning(FutureWarning):
@@ -24,35 +28,37 @@ def deprecated_warning(msg: str) -> None:
     warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=2)
 
 
-_PARTS = (
-    "amp amp_C apex_C contrib fp16_utils fused_adam_cuda mlp multi_tensor_apply normalization "
-    "optimizers parallel reparameterization"
-)
-for _name in _PARTS.split():
-    importlib.import_module(f"{__name__}.{_name}")
-
-# Our module, a package, and the names of apex's modules in that package whose contents it has.
+# Names of apex's modules whose contents a module of another name has here.
 _ALIASES = {
-    "amp": ("amp", "amp"),
-    "amp.handle": ("amp", "legacy opt overflow_report"),
-    "contrib.clip_grad": ("contrib.clip_grad", "clip_grad"),
-    "contrib.optimizers": ("contrib.optimizers", "fp16_optimizer fused_adam fused_lamb fused_sgd"),
-    "contrib.xentropy": ("contrib.xentropy", "softmax_xentropy"),
-    "fp16_utils": ("fp16_utils", "fp16util loss_scaler"),
-    "mlp": ("mlp", "mlp"),
-    "multi_tensor_apply": ("multi_tensor_apply", "multi_tensor_apply"),
-    "normalization": ("normalization", "fused_layer_norm"),
-    "optimizers.fused": (
-        "optimizers",
-        "fused_adagrad fused_adam fused_lamb fused_mixed_precision_lamb fused_novograd fused_sgd",
-    ),
-    "optimizers.of_2019": ("optimizers", "fp16_optimizer"),
-    "parallel": ("parallel", "distributed optimized_sync_batchnorm sync_batchnorm"),
-    "reparameterization": ("reparameterization", "reparameterization weight_norm"),
+    "amp.amp": amp,
+    "amp.opt": amp.handle,
+    "contrib.clip_grad.clip_grad": contrib.clip_grad,
+    "contrib.optimizers.fp16_optimizer": contrib.optimizers,
+    "contrib.optimizers.fused_adam": contrib.optimizers,
+    "contrib.optimizers.fused_lamb": contrib.optimizers,
+    "contrib.optimizers.fused_sgd": contrib.optimizers,
+    "contrib.xentropy.softmax_xentropy": contrib.xentropy,
+    "fp16_utils.fp16util": fp16_utils,
+    "fp16_utils.loss_scaler": fp16_utils,
+    "mlp.mlp": mlp,
+    "multi_tensor_apply.multi_tensor_apply": multi_tensor_apply,
+    "optimizers.fp16_optimizer": optimizers.of_2019,
+    "optimizers.fused_adagrad": optimizers,
+    "optimizers.fused_adam": optimizers,
+    "optimizers.fused_lamb": optimizers,
+    "optimizers.fused_mixed_precision_lamb": optimizers,
+    "optimizers.fused_novograd": optimizers,
+    "optimizers.fused_sgd": optimizers,
+    "parallel.distributed": parallel,
+    "parallel.optimized_sync_batchnorm": parallel,
+    "parallel.sync_batchnorm": parallel,
+    "reparameterization.reparameterization": reparameterization,
+    "reparameterization.weight_norm": reparameterization,
 }
-for _ours, (_package, _names) in _ALIASES.items():
-    _module, _parent = (sys.modules[f"{__name__}.{_name}"] for _name in (_ours, _package))
+for _alias, _module in _ALIASES.items():
+    _package, _, _name = f"{__name__}.{_alias}".rpartition(".")
+    _parent = sys.modules[_package]
+    assert not hasattr(_parent, _name), _alias
+    setattr(_parent, _name, _module)
     vars(_parent).setdefault("__path__", [])  # a package's: Python asks for modules in it
-    for _name in _names.split():
-        vars(_parent).setdefault(_name, _module)
-        sys.modules[f"{__name__}.{_package}.{_name}"] = _module
+    sys.modules[f"{__name__}.{_alias}"] = _module

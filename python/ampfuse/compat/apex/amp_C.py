@@ -2,11 +2,10 @@
 
 Every list operation takes ``(chunk_size, noop_flag, tensor_lists, ...)``. The flag is an int32
 tensor of one element on the tensors' device; an operation that looks for values that are not finite
-sets it to 1 and never clears it. The chunk size has no effect. Tensors are float32,
-float16 or bfloat16, each by itself (not in the optimizers); norms, scale and axpby take integers
-too, as the counters in averages of state dicts, and do as torch does: results are truncated.
-Tensors at the same place of the lists have as many elements and are read in the order of their
-memory. What does not fit raises RuntimeError.
+sets it to 1 and never clears it. The chunk size has no effect. Each tensor may be float32, float16
+or bfloat16, whatever the others are; the optimizers are stricter. Norms, scale and axpby also take
+integers, and truncate as torch does. Tensors at the same place of the lists have as many elements
+and are read in the order of their memory. What does not fit raises RuntimeError.
 
 Source: the argument orders and flags of NVIDIA apex's ``amp_C`` (BSD-3-Clause).
 """
@@ -19,8 +18,26 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core, ops
-from ampfuse.compat.apex.list_steps import *  # noqa: F403
-from ampfuse.compat.apex.list_steps import TensorLists, checked, rows, set_flag, without_integers
+
+# isort: off
+# fmt: off
+from ampfuse.compat.apex.list_steps import (
+    TensorLists, checked, multi_tensor_adagrad, multi_tensor_adam, multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master, multi_tensor_lamb, multi_tensor_lamb_mp,
+    multi_tensor_lamb_stage1_cuda, multi_tensor_lamb_stage2_cuda, multi_tensor_novograd,
+    multi_tensor_sgd, rows, set_flag, without_integers,
+)
+
+__all__ = [
+    "multi_tensor_adagrad", "multi_tensor_adam", "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master", "multi_tensor_axpby", "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp", "multi_tensor_l2norm_scale", "multi_tensor_lamb",
+    "multi_tensor_lamb_mp", "multi_tensor_lamb_stage1_cuda", "multi_tensor_lamb_stage2_cuda",
+    "multi_tensor_novograd", "multi_tensor_scale", "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm", "update_scale_hysteresis",
+]
+# fmt: on
+# isort: on
 
 
 def __getattr__(name: str) -> Any:
@@ -47,6 +64,18 @@ def multi_tensor_axpby(
     set_flag(flag, overflow)
 
 
+def _l2norm(
+    name: str, flag: Tensor, lists: TensorLists, per_tensor: bool | None, inv_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    (tensors,) = rows(name, lists, 1)
+    tensors = [t if t.is_floating_point() else t.float() for t in tensors]
+    if inv_scale is not None:
+        inv_scale = inv_scale.detach().to(tensors[0].device, torch.float32)
+    norm, norms = checked(_core.C.l2norm, tensors, bool(per_tensor), inv_scale)
+    set_flag(flag, ~norm.isfinite())
+    return norm.reshape(1), norms
+
+
 def multi_tensor_l2norm(
     _: int, flag: Tensor, lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
@@ -56,11 +85,7 @@ def multi_tensor_l2norm(
     not finite (apex: if a square overflows, too). ``multi_tensor_l2norm_mp`` is the same, whatever
     the flag on entry.
     """
-    (tensors,) = rows("multi_tensor_l2norm", lists, 1)
-    tensors = [t if t.is_floating_point() else t.float() for t in tensors]
-    norm, norms = checked(ops.l2norm, tensors, bool(per_tensor))
-    set_flag(flag, ~norm.isfinite())
-    return norm.reshape(1), norms
+    return _l2norm("multi_tensor_l2norm", flag, lists, per_tensor, None)
 
 
 multi_tensor_l2norm_mp = multi_tensor_l2norm
@@ -70,11 +95,7 @@ def multi_tensor_unscale_l2norm(
     _: int, flag: Tensor, lists: TensorLists, inv_scale: Tensor, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
     """:func:`multi_tensor_l2norm` of the tensors times `inv_scale` (float32, one element)."""
-    (tensors,) = rows("multi_tensor_unscale_l2norm", lists, 1)
-    factor = inv_scale.detach().to(tensors[0].device, torch.float32)
-    norm, norms = checked(_core.C.l2norm, tensors, bool(per_tensor), factor)
-    set_flag(flag, ~norm.isfinite())
-    return norm.reshape(1), norms
+    return _l2norm("multi_tensor_unscale_l2norm", flag, lists, per_tensor, inv_scale)
 
 
 def multi_tensor_l2norm_scale(
@@ -105,6 +126,3 @@ def update_scale_hysteresis(
     growth_tracker.masked_fill_(grows, 0)
     factor = torch.where(backs_off, backoff_factor, torch.where(grows, growth_factor, 1.0))
     return scale.copy_(torch.where((scale * factor).isfinite(), scale * factor, scale))
-
-
-__all__ = sorted(name for name in globals() if name.startswith(("multi_tensor_", "update_")))

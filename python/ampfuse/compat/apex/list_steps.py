@@ -370,6 +370,3 @@ def checked(operation: Callable[..., Any], *args: Any) -> Any:
         return operation(*args)
     except (TypeError, ValueError) as error:
         raise RuntimeError(str(error)) from error
-
-
-__all__ = sorted(name for name in globals() if name.startswith("multi_tensor_"))

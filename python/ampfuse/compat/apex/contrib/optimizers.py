@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampfuse.compat.apex import optimizers
 from ampfuse.compat.apex.optimizers import FP16_Optimizer as FP16_Optimizer
-from ampfuse.compat.apex.optimizers import fused
-from ampfuse.compat.apex.optimizers.fused import FusedLAMB as FusedLAMB
-from ampfuse.compat.apex.optimizers.fused import FusedSGD as FusedSGD
+from ampfuse.compat.apex.optimizers import FusedLAMB as FusedLAMB
+from ampfuse.compat.apex.optimizers import FusedSGD as FusedSGD
 from ampfuse.optim.param_groups import parameters
 
 
-class FusedAdam(fused.FusedAdam, own_step=False):
+class FusedAdam(optimizers.FusedAdam, own_step=False):
     """FusedAdam of 2019, which also steps on gradients that it is given.
 
     `bias_correction` is a factor of the rate, and so of the weight decay. `max_grad_norm` clips

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ampfuse.compat.apex import fp16_utils
 from ampfuse.compat.apex.amp.scaler import LossScaler
-from ampfuse.compat.apex.contrib.clip_grad import clip_grad_norm_
 
 # Arguments of FusedAdam's constructor. Any of them makes it step as it did then.
 ARGUMENTS = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
@@ -52,7 +52,9 @@ def _clip_each_group(adam: Any) -> None:
     scale = adam.__dict__.get("grad_scale")
     for group, norm in zip(adam.param_groups, norms, strict=True):
         if norm > 0:
-            clip_grad_norm_(group["params"], norm if scale is None else norm * scale)
+            grads = [p.grad.float() for p in group["params"] if p.grad is not None]
+            largest = norm if scale is None else norm * scale
+            clip_grads_with_norm_(group["params"], largest, get_total_norm(grads))
 
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
@@ -89,7 +91,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
         if closure or not takes_norms or self._overflow is True:
             return super().step(closure)
         grads = [[p.grad for p in group if p.grad is not None] for group in self.fp32_groups]
-        return self.optimizer.step(grad_norms=list(map(torch.nn.utils.get_total_norm, grads)))
+        return self.optimizer.step(grad_norms=list(map(get_total_norm, grads)))
 
     cur_scale = fp16_utils.FP16_Optimizer.loss_scale
 

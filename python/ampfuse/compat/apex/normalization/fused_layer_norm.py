@@ -1,7 +1,8 @@
-"""``apex.normalization`` on ampfuse's layer and RMS norms, over last dimensions `normalized_shape`.
+"""``apex.normalization.fused_layer_norm`` on ampfuse's layer and RMS norms.
 
-Statistics and weights are applied in FP32 whatever the types, and the result is rounded once: to
-the input's type, or in what is called mixed to the weights'.
+They normalize over the last dimensions, `normalized_shape`. Statistics and weights are applied in
+FP32 whatever the types, and the result is rounded once: to the input's type, or in what is called
+mixed to the weights'. `memory_efficient` has no effect.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from ampfuse.nn import layer_norm, rms_norm
 
+__path__: list[str] = []  # a package's: for names that are not here, Python asks ``LeftOut``
+
 
 def _mixed(
     norm: Callable[..., Tensor], input: Tensor, shape: Any, eps: Any, *params: Tensor
@@ -23,35 +26,43 @@ def _mixed(
     return norm(input.float(), shape, *params, eps=eps).to(params[0].dtype)
 
 
-def fused_layer_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) -> Tensor:
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Any, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     return layer_norm(input, normalized_shape, eps=eps)
 
 
 def fused_layer_norm_affine(
-    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float = 1e-6
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
     return layer_norm(input, normalized_shape, weight, bias, eps=eps)
 
 
 def mixed_dtype_fused_layer_norm_affine(
-    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float = 1e-6
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Any, eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
     return _mixed(layer_norm, input, normalized_shape, eps, weight, bias)
 
 
-def fused_rms_norm(input: Tensor, normalized_shape: Any, eps: float = 1e-6) -> Tensor:
+def fused_rms_norm(
+    input: Tensor, normalized_shape: Any, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     return rms_norm(input, normalized_shape, eps=eps)
 
 
 def fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6
-) -> Tensor:
+    input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
     return rms_norm(input, normalized_shape, weight, eps=eps)
 
 
 def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6
-) -> Tensor:
+    input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
     return _mixed(rms_norm, input, normalized_shape, eps, weight)
 
 
@@ -66,7 +77,7 @@ class _FusedNorm(nn.Module):
         normalized_shape: Any,
         eps: float = 1e-5,
         elementwise_affine: bool = True,
-        memory_efficient: bool = False,  # without effect
+        memory_efficient: bool = False,
     ) -> None:
         if self._mixed and not elementwise_affine:
             name = type(self).__name__
@@ -105,6 +116,3 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     """A :class:`FusedRMSNorm` whose output has the weights' type."""
 
     _mixed = True
-
-
-__all__ = sorted(name for name in globals() if "used" in name and name[0] != "_")
