@@ -316,7 +316,7 @@ def test_groups_know_their_step(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_hooks_run_once_a_step(name):
     """Classes of which there are instances have hooks of torch's in their step: here all bases."""
-    public = [*vars(optim).values(), *vars(optimizers).values()]
+    public = [*vars(optim).values(), *(vars(optimizers)[each] for each in optimizers.__all__)]
     for cls in reversed(getattr(optimizers, name).__mro__):
         if cls in public and cls is not optim.AmpOptimizer:
             cls(start(), lr=0.1)
@@ -376,6 +376,28 @@ def test_masters(name, dtype):
         assert not torch.equal(p, b)
         assert torch.equal(master.to(dtype), p)
         assert not torch.equal(master, p.float())
+
+
+def test_sgd_requires_a_learning_rate_of_groups_added_later():
+    optimizer = optimizers.FusedSGD([{"params": start(), "lr": 0.1}])
+    for each in (optimizer, copy.deepcopy(optimizer)):
+        with pytest.raises(ValueError, match="learning rate"):
+            each.add_param_group({"params": start()})
+        each.add_param_group({"params": start(), "lr": 0.2})
+        assert [group["lr"] for group in each.param_groups] == [0.1, 0.2]
+    with pytest.raises(TypeError, match="iterable of Tensors"):
+        optimizers.FusedSGD(torch.ones(2, requires_grad=True), lr=0.1)
+
+
+def test_novograd_loads_norms_of_parameters_that_had_gradients():
+    """apex kept none for the others."""
+    ps = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = optimizers.FusedNovoGrad(ps)
+    norms = [torch.ones(0), torch.tensor([1.0, 3.0])]
+    group = {"params": [0, 1, 2], "lr": 0.1, "step": 7, "exp_avg_sq": norms}
+    state = {i: {"exp_avg": torch.zeros(2)} for i in (0, 2)}
+    optimizer.load_state_dict({"state": state, "param_groups": [group]})
+    assert [float(optimizer.state[ps[i]]["exp_avg_norm"]) for i in (0, 2)] == [1.0, 3.0]
 
 
 def test_novograd_gives_each_parameter_its_norm():
@@ -459,6 +481,28 @@ def test_contribs_fused_adam_steps_on_gradients_that_it_is_given():
     plain.step(scale=8.0)
     assert_equal(ps, twins)
     assert all(q.grad is g for q, g in zip(twins, scaled, strict=True))
+
+
+def test_contribs_fused_adam_scales_the_gradients_of_its_closure():
+    ps, twins = start(), start()
+    optimizer, plain = (apex.contrib.optimizers.FusedAdam(each, lr=0.05) for each in (ps, twins))
+    for p in ps:
+        p.grad = torch.full_like(p, 7.0)  # of an earlier pass
+
+    def closure():
+        assert torch.is_grad_enabled()
+        for p, g in zip(ps, gradients(1), strict=True):
+            p.grad = 8 * g
+        return "loss"
+
+    assert optimizer.step(closure, scale=8.0) == "loss"
+    for q, g in zip(twins, gradients(1), strict=True):
+        q.grad = g
+    plain.step()
+    assert_equal(ps, twins)
+    assert_equal([p.grad for p in ps], [8 * g for g in gradients(1)])
+    with pytest.raises(ValueError, match="output_params has 1 tensors for 3 parameters"):
+        optimizer.step(output_params=[torch.empty(1)])
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -54,7 +54,8 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
     _copied = (
         *FusedOptimizer._copied,
         *"set_grad_none capturable materialize_master_grads most_recent_scale".split(),
-        *"scale_set_by_backward steps_as_in_2019 _first_step _reduced_precision_dtype".split(),
+        *"scale_set_by_backward requires_lr steps_as_in_2019 _first_step".split(),
+        "_reduced_precision_dtype",
     )
 
     # Options of ours that groups have, and our constructors do not.
@@ -144,16 +145,17 @@ def of_groups(key: str, read: Callable[[Any], Any], write: Callable[[Any], bool]
 
 
 def stepped_by_grad_scaler(
-    optimizer: Any, driver: dict[str, Any]
+    optimizer: Any, kwargs: dict[str, Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """A step in this block unscales and skips by torch's GradScaler ``driver["grad_scaler"]``.
+    """A step in this block unscales and skips by torch's GradScaler ``kwargs["grad_scaler"]``.
 
-    It is among the keywords: torch's GradScaler warns of a parameter of that name, as apex's.
+    `step` takes it through ``**kwargs``: torch's GradScaler warns about a parameter called
+    `grad_scaler`.
     """
-    grad_scaler = driver.pop("grad_scaler", None)
-    if driver:
+    grad_scaler = kwargs.pop("grad_scaler", None)
+    if kwargs:
         name = type(optimizer).__name__
-        raise TypeError(f"{name}.step got an unexpected argument {next(iter(driver))!r}")
+        raise TypeError(f"{name}.step got an unexpected argument {next(iter(kwargs))!r}")
     if grad_scaler is None or not grad_scaler.is_enabled():
         return contextlib.nullcontext()
     flags = grad_scaler._check_inf_per_device(optimizer).values()
@@ -179,7 +181,7 @@ class FusedAdagrad(ApexOptimizer, optim.Adagrad):
         self.construct(locals())
 
 
-class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
+class FusedAdam(of_2019.StepsAsIn2019, ApexOptimizer, optim.Adam, own_step=False):
     """:class:`ampfuse.optim.Adam` with apex's arguments; by default it is AdamW.
 
     Any step can be captured. With `capturable`, one that a GradScaler drives leaves half gradients
@@ -187,7 +189,6 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
     `max_grad_norm` and other arguments of 2019 make it the FusedAdam of ``apex.contrib``.
     """
 
-    steps_as_in_2019 = False
     _in_groups = ("bias_correction",)
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
@@ -220,7 +221,7 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
 
     def step(
         self, closure: Callable[[], Any] | None = None, grads: Any = None,
-        output_params: Any = None, scale: Any = None, grad_norms: Any = None, **driver: Any,
+        output_params: Any = None, scale: Any = None, grad_norms: Any = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """One step. ``step(grad_scaler=s)`` unscales, and skips on overflow, by torch's GradScaler.
 
@@ -233,14 +234,8 @@ class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
                 f"FusedAdam.step has no {', '.join(refused)}: gradients are read from .grad, and "
                 "amp or a GradScaler unscales them."
             )
-        with stepped_by_grad_scaler(self, driver):
+        with stepped_by_grad_scaler(self, kwargs):
             return super().step(closure)
-
-    def _collect(self) -> Any:
-        if not self.steps_as_in_2019:
-            return super()._collect()
-        with of_2019.clipped_with_corrected_rates(self):
-            return super()._collect()
 
 
 class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
@@ -259,15 +254,18 @@ class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
         weight_decay: float = 0, nesterov: bool = False, wd_after_momentum: Any = False,
         materialize_master_grads: bool = True, set_grad_none: bool = False,
     ) -> None:  # fmt: skip
-        params = list(params)
-        if lr is None and not all(isinstance(g, dict) and "lr" in g for g in params):
-            raise ValueError("FusedSGD needs a learning rate: pass lr.")
-        self.materialize_master_grads = materialize_master_grads
-        lr = 0.0 if lr is None else lr
-        del materialize_master_grads  # our constructor has the others
-        self.construct(locals())
+        options = dict(locals())
+        self.materialize_master_grads = options.pop("materialize_master_grads")
+        self.requires_lr = lr is None
+        self.construct(options | {"lr": 0.0 if lr is None else lr})
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, which must have `lr` if the constructor got none (ValueError)."""
+        if self.requires_lr and isinstance(param_group, dict) and "lr" not in param_group:
+            raise ValueError("FusedSGD needs a learning rate: pass lr, here or for all groups.")
+        super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on gradients divided by ``most_recent_scale``, which is 1 again after it."""
@@ -304,7 +302,8 @@ class FusedLAMB(ApexOptimizer, optim.LAMB):
     ) -> None:  # fmt: skip
         options = dict(locals())
         is_unclipped = max_grad_norm in (None, math.inf)
-        # The least of numbers in place of 0: it is 0 in FP32, which gradients are multiplied in.
+        # 0 would mean no clipping to our constructor; the smallest double is 0 in FP32, and so
+        # zeroes all gradients, as in apex.
         options["max_grad_norm"] = None if is_unclipped else max_grad_norm or sys.float_info.min
         self.construct(options)
         # As in apex, groups have the norm that was asked for. A step reads that of the optimizer.
@@ -339,9 +338,9 @@ class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
 
     reduced_precision_dtype = property(lambda self: self._reduced_precision_dtype, _set_dtype)
 
-    def step(self, closure: Callable[[], Any] | None = None, **driver: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One step; with ``grad_scaler=s`` torch's GradScaler unscales and skips on overflow."""
-        with stepped_by_grad_scaler(self, driver):
+        with stepped_by_grad_scaler(self, kwargs):
             return ApexOptimizer.step(self, closure)
 
 
@@ -368,7 +367,8 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's and ampfuse's state dicts; ValueError for norms of other parameters.
 
-        apex kept the norms in the group: those of its half parameters, then of the others.
+        apex kept the norms in the group: those of its half parameters, then of the others, for
+        parameters that had a gradient.
         """
         state = {key: dict(value) for key, value in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
@@ -379,7 +379,7 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
             are_half = [param.dtype in HALF_DTYPES for param in own["params"]]
             for is_half, values in zip((True, False), norms, strict=True):
                 pairs = zip(group["params"], are_half, strict=True)
-                keys = [key for key, half in pairs if half == is_half]
+                keys = [key for key, half in pairs if half == is_half and key in state]
                 _write_norms(state, keys, values)
         super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
 
@@ -392,4 +392,4 @@ def _write_norms(state: dict[Any, Any], keys: list[Any], norms: Tensor) -> None:
             "Nothing was loaded."
         )
     for key, norm in zip(keys, norms, strict=True):
-        state.setdefault(key, {})["exp_avg_norm"] = norm.detach().clone()
+        state[key]["exp_avg_norm"] = norm.detach().clone()

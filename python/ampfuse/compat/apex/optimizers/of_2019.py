@@ -5,9 +5,8 @@ They were in ``apex.optimizers`` first, and in ``apex.contrib.optimizers`` later
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,32 +15,84 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ampfuse.compat.apex import fp16_utils
 from ampfuse.compat.apex.amp.scaler import LossScaler
+from ampfuse.optim.fused import FusedOptimizer
+from ampfuse.optim.param_groups import parameters
 
 # Arguments of FusedAdam's constructor. Any of them makes it step as it did then.
 ARGUMENTS = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
 
 
-@contextlib.contextmanager
-def clipped_with_corrected_rates(adam: Any) -> Iterator[None]:
-    """A block in which `adam` prepares its step as FusedAdam did in 2019.
+class StepsAsIn2019(FusedOptimizer, own_step=False):
+    """Mixin of FusedAdam: how it stepped in 2019, if an argument of that time is given.
 
     The gradients of each group are clipped to its L2 norm `max_grad_norm`, unless that is 0. The
     corrections of the moments are a factor of the rate, and so of the weight decay.
     """
-    groups = adam.param_groups
-    _clip_each_group(adam)
-    rates = [(group["lr"], group["bias_correction"]) for group in groups]
-    counts = adam.ensure_bound().steps().split([len(group["params"]) for group in groups])
-    try:
-        for group, count in zip(groups, counts, strict=True):
-            if group["bias_correction"] and len(count):
-                left = [1 - beta ** (count.amax().double() + 1) for beta in group["betas"]]
-                group["lr"] = (group["lr"] * left[1].sqrt() / left[0]).float()
-                group["bias_correction"] = False
-        yield
-    finally:
-        for group, (lr, corrects) in zip(groups, rates, strict=True):
-            group.update(lr=lr, bias_correction=corrects)
+
+    steps_as_in_2019 = False
+
+    def _collect(self) -> Any:
+        if not self.steps_as_in_2019:
+            return super()._collect()
+        groups = self.param_groups
+        _clip_each_group(self)
+        rates = [(group["lr"], group["bias_correction"]) for group in groups]
+        counts = self.ensure_bound().steps().split([len(group["params"]) for group in groups])
+        try:
+            for group, count in zip(groups, counts, strict=True):
+                if group["bias_correction"] and len(count):
+                    left = [1 - beta ** (count.amax().double() + 1) for beta in group["betas"]]
+                    group["lr"] = (group["lr"] * left[1].sqrt() / left[0]).float()
+                    group["bias_correction"] = False
+            return super()._collect()
+        finally:
+            for group, (lr, corrects) in zip(groups, rates, strict=True):
+                group.update(lr=lr, bias_correction=corrects)
+
+
+class StepsOnGivenGradients(FusedOptimizer, own_step=False):
+    """Mixin of the FusedAdam that was in ``apex.contrib``: its `step`."""
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Any = None, grads: Any = None, output_params: Any = None, scale: Any = 1.0,
+        grad_norms: Any = None,
+    ) -> Any:  # fmt: skip
+        """One step, on `grads`, or the parameters' own, divided by `scale`. `.grad` stays scaled.
+
+        `grads` and `output_params`, which receive the parameters, rounded, are tensors, or lists of
+        them for each group, as many as there are parameters. `grad_norms` are taken anew.
+        """
+        params, own = list(parameters(self)), []
+        given, outputs = _flat(grads), _flat(output_params)
+        for name, tensors in (("grads", given), ("output_params", outputs)):
+            if tensors is not None and len(tensors) != len(params):
+                problem = f"{len(tensors)} tensors for {len(params)} parameters"
+                raise ValueError(f"{name} has {problem}.")
+
+        def evaluate() -> Any:
+            loss = closure() if closure is not None else None
+            own.extend(param.grad for param in params)
+            if given is not None or scale != 1.0:
+                for param, grad in zip(params, own if given is None else given, strict=True):
+                    param.grad = None if grad is None else grad.to(param.dtype) / scale
+            return loss
+
+        result = super().step(evaluate)
+        if given is None and scale != 1.0:
+            for param, grad in zip(params, own, strict=True):
+                param.grad = grad
+        if outputs is not None:
+            for out, param in zip(outputs, params, strict=True):
+                out.copy_(param)
+        return result
+
+
+def _flat(tensors: Any) -> list[Tensor] | None:
+    """The tensors of a list, or of a list for each group."""
+    if tensors is None:
+        return None
+    return [t for each in tensors for t in (each if isinstance(each, (list, tuple)) else [each])]
 
 
 def _clip_each_group(adam: Any) -> None:
