@@ -104,19 +104,27 @@ def test_an_overflow_of_several_optimizers_is_printed_once(capsys):
 
 
 def test_what_a_device_has_not_told_yet_is_printed_later(monkeypatch, capsys):
-    class Slow(amp.scaler.Sample):
+    class Slow(amp.handle.Sample):
         arrived = False
 
         def has_arrived(self):
             return Slow.arrived
 
-    monkeypatch.setattr(amp.scaler, "Sample", Slow)
+    monkeypatch.setattr(amp.handle, "Sample", Slow)
     model, optimizer = start(verbosity=1, max_loss_scale=1024.0)
     train(model, optimizer, INF, 1.0, INF)
     assert capsys.readouterr().out == ""
     Slow.arrived = True
     train(model, optimizer, 1.0)
     assert capsys.readouterr().out.splitlines() == [told(0, 512.0), told(0, 256.0)]
+
+
+def test_optimizers_may_come_as_a_generator():
+    model, optimizer = start()
+    with amp.scale_loss(model(torch.rand(4, 4)).sum(), (o for o in [optimizer])) as scaled:
+        scaled.backward()
+    assert model.fc1.weight.grad is not None
+    assert state.loss_scalers[0]._optimizers[0]() is optimizer
 
 
 # --- what is kept -------------------------------------------------------------------------------
@@ -273,9 +281,46 @@ def test_loss_scaler_unscales_and_adapts():
     static = LossScaler(1.0)
     static.unscale(masters, masters, None, models_are_masters=True)
     assert masters[0].tolist() == [1.0, -0.5]
+    static.unscale(masters, masters, None, models_are_masters=True, scale_override=2.0)
+    assert masters[0].tolist() == [0.5, -0.25]
+    LossScaler(2.0).unscale(masters, masters, None, models_are_masters=True, scale_override=1.0)
+    assert masters[0].tolist() == [0.5, -0.25]
+
+
+def test_loss_scalers_load_with_weights_only_after_install():
+    """Also where none was created yet."""
+    scaler = LossScaler(4.0)
+    apex.uninstall()
+    with pytest.raises(pickle.UnpicklingError, match="LossScaler"):
+        through_a_file(scaler)
+    apex.install()
+    assert through_a_file(scaler).loss_scale() == 4.0
+    apex.uninstall()
+    start("O2")
+    assert through_a_file(scaler).loss_scale() == 4.0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_loss_scalers_keep_their_hysteresis(copied):
+    scaler = LossScaler("dynamic", hysteresis=3)
+    for _ in range(2):
+        scaler.unscale([torch.tensor([INF])], [torch.empty(1)], None)
+        scaler.update_scale()
+        scaler.clear_overflow_state()
+    assert copied(scaler).state_dict() == scaler.state_dict()
+    assert scaler.state_dict()["hysteresis_left"] == 1
+
+
+@pytest.mark.parametrize(("minimum", "expected"), [(None, 2.0**-24), (0.5, 0.5)])
+def test_a_scale_that_reached_zero_in_apex_loads_as_the_minimum(minimum, expected):
+    pickled = {"dynamic": True, "_loss_scale": 0.0, "_min_loss_scale": minimum, "_unskipped": 2}
+    scaler = LossScaler.__new__(LossScaler)
+    scaler.__setstate__(pickled)
+    assert scaler.state_dict() == {"loss_scale": expected, "unskipped": 2}
 
 
 def test_loss_scalers_pickle():
+    start()
     scaler = LossScaler("dynamic", scale_window=7, backoff_factor=0.25)
     scaler._loss_scale, scaler._unskipped = 512.0, 3
     assert through_a_file([scaler])[0].state_dict() == scaler.state_dict()

@@ -111,10 +111,11 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _old_pickles() -> list[Any]:
-    """The loss scalers that apex pickled into checkpoints, for ``weights_only=True``."""
+    """The loss scalers that apex, or we, pickled into checkpoints, for ``weights_only=True``."""
     from ampfuse.compat.apex import amp, fp16_utils
 
     return [
+        amp.scaler.LossScaler,
         (amp.scaler.LossScaler, "apex.amp.scaler.LossScaler"),
         (fp16_utils.LossScaler, "apex.fp16_utils.loss_scaler.LossScaler"),
         (fp16_utils.DynamicLossScaler, "apex.fp16_utils.loss_scaler.DynamicLossScaler"),

@@ -113,6 +113,8 @@ def initialize(
     check_num_losses(num_losses)
     bounds = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
     scalers = [LossScaler(policy.loss_scale, **bounds) for _ in range(num_losses)]
+    # Scripts save scalers as objects. They hold numbers only: weights_only=True may load them.
+    torch.serialization.add_safe_globals([LossScaler])
     session = sessions.Session(policy, list(scalers), verbosity, everywhere=True)
     allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,9 +24,9 @@ from ampfuse.amp.policy import O1, O4
 from ampfuse.amp.scale_loss import loss_block, session_and_optimizers
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.o1_functions import replace_functions
-from ampfuse.compat.apex.amp.scaler import LossScaler, report_overflows
+from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
-from ampfuse.torch_utils import dynamo_disable, eager_module
+from ampfuse.torch_utils import Sample, dynamo_disable, eager_module, is_captured
 
 
 @dynamo_disable
@@ -42,15 +43,40 @@ def scale_loss(
 
     With `delay_overflow_check` the scaler's ``update_scale()`` adapts, and says whether to step.
     """
+    if isinstance(optimizers, Iterator):
+        optimizers = list(optimizers)  # read twice
     options = loss_id, model, delay_unscale, delay_overflow_check
     with amp.scale_loss(loss, optimizers, *options) as scaled:
         session, listed = session_and_optimizers(optimizers)
         yield scaled
     scaler = session.loss_scalers[loss_id] if session.enabled else None
     if isinstance(scaler, LossScaler) and not delay_unscale:
-        scaler.after_pass(listed, decided=scaler.dynamic and not delay_overflow_check)
+        has_followed = scaler.dynamic and not delay_overflow_check
+        scaler.after_pass(listed, scale_has_followed=has_followed)
         if not delay_overflow_check:
-            report_overflows(session, loss_id, listed)
+            _report_overflows(session, loss_id, listed)
+
+
+# Passes not reported yet, of all scalers, so that lines are printed in the order of the passes: the
+# number of the scaler; its scale and the flags of its optimizers, on their way from the device.
+_passes: deque[tuple[int, Sample]] = deque()
+
+
+def _report_overflows(session: sessions.Session, loss_id: int, optimizers: list[Any]) -> None:
+    """Print apex's line for each overflow that is known by now: on a GPU some passes later."""
+    scaler, scale = session.loss_scalers[loss_id], session.loss_scalers[loss_id].current
+    if not (scaler.dynamic and session.verbosity == 1):  # from 2 on amp.scale_loss tells
+        return
+    if is_captured(scale):
+        return
+    flags = [optimizer.pass_found_inf_flag for optimizer in optimizers]
+    _passes.append((loss_id, Sample(scale, *flags)))
+    while _passes and _passes[0][1].has_arrived():
+        number, sample = _passes.popleft()
+        new_scale, *overflows = sample.values()
+        if any(overflows):
+            line = f"Gradient overflow.  Skipping step, loss scaler {number} reducing loss scale to"
+            print(f"{line} {new_scale}")
 
 
 class NoOpHandle:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,16 +12,15 @@ from torch import Tensor
 import ampfuse.amp.scaler
 from ampfuse import ops
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
-from ampfuse.amp.session import Session
 from ampfuse.compat.apex.list_steps import set_flag
-from ampfuse.torch_utils import Sample, is_captured
 
-# The rule in pickles, in the order of its fields; and where the constructor's argument differs.
+# Names that apex's pickles use for the fields of `ScaleRule`, in its order; and where the
+# constructor's argument differs.
 _PICKLED = "scale_factor backoff_factor scale_seq_len min_loss_scale max_loss_scale hysteresis"
 _RENAMED = {"scale_seq_len": "scale_window"}
 
 
-def _of_rule(field: str, kind: Callable[[Any], Any]) -> Any:
+def rule_field(field: str, kind: Callable[[Any], Any]) -> Any:
     """An attribute that is `field` of the rule; assigning it changes how the scale adapts."""
 
     def write(self: LossScaler, value: Any) -> None:
@@ -38,15 +36,14 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
 
     has_fused_kernel = True
     _buffer: Tensor | None = None
-    # The latest backward pass: its optimizers, whether the scale has followed it, and whether the
-    # buffer has.
+    # The latest backward pass: its optimizers, and what has taken their overflow in.
     _optimizers: tuple[weakref.ref[Any], ...] = ()
-    _is_decided = True
-    _is_noted = True
+    _scale_has_followed = True
+    _buffer_has_followed = True
 
-    _scale_seq_len = _of_rule("growth_interval", int)
-    _max_loss_scale = _of_rule("max_scale", float)
-    _min_loss_scale = _of_rule("min_scale", lambda value: float(value or DEFAULT_MIN_SCALE))
+    _scale_seq_len = rule_field("growth_interval", int)
+    _max_loss_scale = rule_field("max_scale", float)
+    _min_loss_scale = rule_field("min_scale", lambda value: float(value or DEFAULT_MIN_SCALE))
 
     @property
     def _overflow_buf(self) -> Tensor:
@@ -56,41 +53,40 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         """
         if self._buffer is None:
             self._buffer = torch.zeros(1, dtype=torch.int32, device=self.current.device)
-        if not self._is_noted:
-            self._is_noted = True
+        if not self._buffer_has_followed:
+            self._buffer_has_followed = True
             for each in self._living_optimizers():
-                overflow = (
-                    each.pass_found_inf_flag if self._is_decided else each.inspect_gradients()
-                )
+                is_known = self._scale_has_followed
+                overflow = each.pass_found_inf_flag if is_known else each.inspect_gradients()
                 set_flag(self._buffer, overflow)
         return self._buffer
 
     @_overflow_buf.setter
     def _overflow_buf(self, buffer: Tensor) -> None:
-        self._buffer, self._is_noted = buffer, True
+        self._buffer = buffer
+        self._buffer_has_followed = True
 
-    # The same as a bool; reading it synchronizes with the device.
-    _has_overflow = property(
-        lambda self: bool(self._overflow_buf.item()),
-        lambda self, value: self._overflow_buf.fill_(bool(value)),
-    )
+    @property
+    def _has_overflow(self) -> bool:
+        """``_overflow_buf`` as a bool; reading it synchronizes with the device."""
+        return bool(self._overflow_buf.item())
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # Scripts save scalers as objects. They hold numbers only: weights_only=True may load them.
-        torch.serialization.add_safe_globals([LossScaler])
+    @_has_overflow.setter
+    def _has_overflow(self, value: Any) -> None:
+        self._overflow_buf.fill_(bool(value))
 
     def clear_overflow_state(self) -> None:
         """Forget the overflows of the latest pass and of the ``unscale`` methods."""
         if self._buffer is not None:
             self._buffer.zero_()
-        self._is_noted = True
+        self._buffer_has_followed = True
 
-    def after_pass(self, optimizers: Iterable[Any], *, decided: bool) -> None:
-        """A backward pass of `optimizers` has ended. `decided`: the scale has followed it."""
+    def after_pass(self, optimizers: Iterable[Any], *, scale_has_followed: bool) -> None:
+        """A backward pass of `optimizers` has ended. The scale may have adapted to it already."""
         self.clear_overflow_state()
         self._optimizers = tuple(map(weakref.ref, optimizers))
-        self._is_decided, self._is_noted = decided, False
+        self._scale_has_followed = scale_has_followed
+        self._buffer_has_followed = False
 
     def _living_optimizers(self) -> list[Any]:
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
@@ -109,10 +105,10 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         `models_are_masters` they are the same, and nothing happens for a static scale of 1.
         `scale_override` is divided by instead of the scale; `unused_scale` is ignored.
         """
-        if models_are_masters and self.is_always_one:
+        scale = self.loss_scale() if scale_override is None else scale_override
+        if models_are_masters and not self.dynamic and scale == 1:
             return
         overflow = self._new_flag(model_grads)
-        scale = self.loss_scale() if scale_override is None else scale_override
         ops.scale(model_grads, master_grads, 1.0 / scale, overflow)
         set_flag(self._overflow_buf, overflow)
 
@@ -141,7 +137,7 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         """
         overflow = self._overflow_buf.reshape(()).to(torch.float32)
         self.update([overflow])
-        if not self._is_decided:
+        if not self._scale_has_followed:
             for optimizer in self._living_optimizers():
                 optimizer.found_inf_flag.zero_()
         return self.dynamic and bool(overflow.item())
@@ -153,34 +149,15 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {"dynamic": self.dynamic, "_loss_scale": self._loss_scale}
+        left = int(self._hysteresis_tracker.item())
         rule = {f"_{n}": v for n, v in zip(_PICKLED.split(), self._rule, strict=True)}
-        return {**state, "_unskipped": self._unskipped, **rule}
+        return {**state, "_unskipped": self._unskipped, "_hysteresis_left": left, **rule}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        scale = float(state.get("_loss_scale", 1.0))
+        # Without a minimum, apex's scale may have reached 0.
+        scale = state.get("_loss_scale", 1.0) or state.get("_min_loss_scale") or DEFAULT_MIN_SCALE
         names = [name for name in _PICKLED.split() if f"_{name}" in state]
         options = {_RENAMED.get(name, name): state[f"_{name}"] for name in names}
         self.__init__("dynamic" if state.get("dynamic") else scale, **options)  # type: ignore[misc]
         self._loss_scale, self._unskipped = scale, state.get("_unskipped", 0)
-
-
-# Passes not reported yet, of all scalers, so that lines are printed in the order of the passes: the
-# number of the scaler; its scale and the flags of its optimizers, on their way from the device.
-_passes: deque[tuple[int, Sample]] = deque()
-
-
-def report_overflows(session: Session, loss_id: int, optimizers: list[Any]) -> None:
-    """Print apex's line for each overflow that is known by now: on a GPU some passes later."""
-    scaler, scale = session.loss_scalers[loss_id], session.loss_scalers[loss_id].current
-    if not (scaler.dynamic and session.verbosity == 1):  # from 2 on amp.scale_loss tells
-        return
-    if is_captured(scale):
-        return
-    flags = [optimizer.pass_found_inf_flag for optimizer in optimizers]
-    _passes.append((loss_id, Sample(scale, *flags)))
-    while _passes and _passes[0][1].has_arrived():
-        number, sample = _passes.popleft()
-        new_scale, *overflows = sample.values()
-        if any(overflows):
-            line = f"Gradient overflow.  Skipping step, loss scaler {number} reducing loss scale to"
-            print(f"{line} {new_scale}")
+        self._hysteresis_tracker.fill_(state.get("_hysteresis_left", self._rule.hysteresis))
