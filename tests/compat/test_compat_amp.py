@@ -127,6 +127,15 @@ def test_optimizers_may_come_as_a_generator():
     assert state.loss_scalers[0]._optimizers[0]() is optimizer
 
 
+def test_a_warning_of_scale_loss_names_the_line_of_the_script():
+    model, optimizer = start()
+    loss = model(torch.rand(4, 4)).sum()
+    warns = pytest.warns(UserWarning, match="did not come from the scaled loss")
+    with warns as caught, amp.scale_loss(loss, optimizer):
+        model.fc1.weight.sum().backward()
+    assert [each.filename for each in caught] == [__file__]
+
+
 # --- what is kept -------------------------------------------------------------------------------
 
 
@@ -197,6 +206,24 @@ def test_hard_override_warns_and_does_it(capsys):
     submodule.maybe_print("unseen")
     state.verbosity = 1
     submodule.maybe_print("seen", True)
+    assert capsys.readouterr().out == "seen\n"
+
+
+def test_overrides_are_checked_together():
+    options = {"master_weights": "split", "cast_model_type": f32}
+    with pytest.raises(RuntimeError, match="only half-precision weights are split"):
+        start("O2", **options)
+    state.hard_override = True
+    with pytest.warns(UserWarning, match="only half-precision weights are split"):
+        start("O2", **options)
+
+
+def test_only_the_first_process_of_a_group_prints_for_rank0(monkeypatch, capsys):
+    state.verbosity = 1
+    for name, value in (("is_initialized", True), ("get_rank", 1)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    submodule.maybe_print("unseen", True)
+    submodule.maybe_print("seen")
     assert capsys.readouterr().out == "seen\n"
 
 

@@ -127,6 +127,8 @@ def scale_loss(
     # The weights are about to change. Autocast drops its casts of them when its region ends, but a
     # region of the user's may span the whole loop.
     torch.clear_autocast_cache()
+    if session.after_pass is not None:
+        session.after_pass(session, loss_id, optimizers, delay_unscale, delay_overflow_check)
 
 
 def session_and_optimizers(optimizers: Any) -> tuple[sessions.Session, list[Any]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -23,6 +24,8 @@ class Session:
     """`policy` is None when amp is off: then every amp call passes its arguments through.
 
     `everywhere`: O1 and O4 cast outside the models too; `casts_cpu`: CPU tensors are the model's.
+    After each pass ``scale_loss`` calls `after_pass` with this session and its own arguments:
+    loss_id, optimizers, delay_unscale, delay_overflow_check.
     """
 
     policy: Policy | None
@@ -30,6 +33,7 @@ class Session:
     verbosity: int = 1
     everywhere: bool = False
     casts_cpu: bool = True
+    after_pass: Callable[[Session, int, list[Any], bool, bool], None] | None = None
 
     @property
     def enabled(self) -> bool:

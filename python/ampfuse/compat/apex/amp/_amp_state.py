@@ -7,6 +7,7 @@ import warnings
 import weakref
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from ampfuse.amp import master_params as master_params
@@ -28,7 +29,8 @@ class AmpState:
     max_loss_scale = 2.0**24
     # For scripts to set. With hard_override contradictory options warn and do not raise; either one
     # accepts half parameters.
-    hard_override = allow_incoming_model_not_fp32 = False
+    hard_override = False
+    allow_incoming_model_not_fp32 = False
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
@@ -51,8 +53,15 @@ def warn_or_err(message: str) -> None:
 
 def maybe_print(message: str, rank0: bool = False) -> None:
     """Print `message` if verbosity is positive; with `rank0`, on rank 0 only."""
-    if _amp_state.verbosity > 0 and not (rank0 and int(os.environ.get("RANK", "0")) > 0):
+    if _amp_state.verbosity > 0 and not (rank0 and _rank() > 0):
         print(message)
+
+
+def _rank() -> int:
+    """The number of this process: of the process group, or else of torchrun."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
 class AmpOptimizerState:
@@ -75,6 +84,9 @@ class AmpOptimizerState:
         """Write the masters into the model's half weights now."""
         if (optimizer := self._optimizer()) is not None:
             optimizer.param_table().masters.publish()
+
+    def make_masters(self) -> None:
+        """Nothing: ``initialize`` has made them."""
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[MasterParameter]]:
@@ -112,6 +124,6 @@ class AmpOptimizerState:
 
 def add_stash(optimizer: Any) -> None:
     """Give `optimizer` the private names that recipes use before they load a checkpoint."""
-    optimizer._amp_stash = stash = AmpOptimizerState(optimizer)
-    optimizer._master_params_to_model_params = stash.publish_masters
-    optimizer._lazy_init_maybe_master_weights = tuple  # nothing: initialize made the masters
+    optimizer._amp_stash = AmpOptimizerState(optimizer)
+    optimizer._master_params_to_model_params = optimizer._amp_stash.publish_masters
+    optimizer._lazy_init_maybe_master_weights = optimizer._amp_stash.make_masters

@@ -15,7 +15,7 @@ from ampfuse.amp import state_dict as state_dict
 from ampfuse.amp.casts import Casts
 from ampfuse.amp.initialize import check_num_losses, set_up, turn_off
 from ampfuse.compat.apex.amp._amp_state import _amp_state, add_stash, warn_or_err
-from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
+from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle, after_pass
 from ampfuse.compat.apex.amp.o1_functions import replace_functions
 from ampfuse.compat.apex.amp.scaler import LossScaler
 
@@ -44,10 +44,19 @@ def _filled(properties: Properties, policy: policies.Policy) -> Properties:
 
 
 def _level(name: str) -> Any:
-    """A class whose instances fill a :class:`Properties` with the defaults of a level."""
-    level = policies.LEVELS[name]
-    texts = {"brief": f"{name}: {level.brief}", "more": level.brief}
-    return type(name, (), {"__call__": lambda _, into: _filled(into, level), **texts})
+    policy = policies.LEVELS[name]
+
+    class Level:
+        """A level of apex: a call fills a :class:`Properties` with its defaults."""
+
+        brief = f"{name}: {policy.brief}"
+        more = policy.brief
+
+        def __call__(self, properties: Properties) -> Properties:
+            return _filled(properties, policy)
+
+    Level.__name__ = Level.__qualname__ = name
+    return Level
 
 
 O0, O1, O2, O3, O4, O5 = map(_level, policies.LEVELS)
@@ -56,10 +65,13 @@ opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3, O4, O5)}
 
 def _overridden(level: policies.Policy, overrides: dict[str, Any]) -> policies.Policy:
     """`level` with what was given; where it contradicts the level, ``hard_override`` decides."""
-    fields = {}
+    fields: dict[str, Any] = {}
+    accepted: dict[str, Any] = {}
     for name, value in overrides.items():
         try:
-            fields[name] = getattr(policies.make_policy(level.opt_level, **{name: value}), name)
+            policy = policies.make_policy(level.opt_level, **accepted, **{name: value})
+            fields[name] = getattr(policy, name)
+            accepted[name] = value
         except RuntimeError as error:
             warn_or_err(str(error))
             fields[name] = {"True": True, "False": False}.get(value, value)
@@ -101,7 +113,7 @@ def initialize(
     level = policies.make_policy(opt_level, cast_model_outputs=cast_model_outputs)
     policy = _overridden(level, {n: value for n, value in overrides.items() if value is not None})
     _filled(properties, policy)
-    from ampfuse.compat.apex.fp16_utils import FP16_Optimizer  # imports from here
+    from ampfuse.compat.apex.fp16_utils import FP16_Optimizer  # it imports apex.amp
 
     listed = _as_list(optimizers)
     if any(isinstance(optimizer, FP16_Optimizer) for optimizer in listed):
@@ -111,15 +123,20 @@ def initialize(
             "use amp."
         )
     check_num_losses(num_losses)
-    bounds = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
-    scalers = [LossScaler(policy.loss_scale, **bounds) for _ in range(num_losses)]
+    scalers = [
+        LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        for _ in range(num_losses)
+    ]
     # Scripts save scalers as objects. They hold numbers only: weights_only=True may load them.
     torch.serialization.add_safe_globals([LossScaler])
-    session = sessions.Session(policy, list(scalers), verbosity, everywhere=True)
+    session = sessions.Session(
+        policy, list(scalers), verbosity, everywhere=True, after_pass=after_pass
+    )
     allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)
 
-    vars(_amp_state).update(bounds)
+    _amp_state.min_loss_scale = min_loss_scale
+    _amp_state.max_loss_scale = max_loss_scale
     _amp_state.handle = NoOpHandle(_as_list(models))
     if policy.autocast_type is not None:
         replace_functions()

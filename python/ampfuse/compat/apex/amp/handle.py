@@ -1,4 +1,4 @@
-"""``apex.amp.handle``: ``scale_loss``, and the object that turns O1's casts on and off.
+"""``apex.amp.handle``: what follows a pass, and the object that turns O1's casts on and off.
 
 With it the interface before ``initialize``: ``amp.init``, and the optimizer wrapper of its handle.
 """
@@ -17,44 +17,32 @@ from torch import Tensor, nn
 
 from ampfuse import amp, half_ops
 from ampfuse.amp import cast_state
+from ampfuse.amp import scale_loss as scale_loss
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import Casts, install
 from ampfuse.amp.function_casts import install_registered, restore_registered
 from ampfuse.amp.policy import O1, O4
-from ampfuse.amp.scale_loss import loss_block, session_and_optimizers
 from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.o1_functions import replace_functions
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
-from ampfuse.torch_utils import Sample, dynamo_disable, eager_module, is_captured
+from ampfuse.torch_utils import Sample, eager_module, is_captured
 
 
-@dynamo_disable
-@loss_block
-def scale_loss(
-    loss: Tensor,
-    optimizers: Any,
-    loss_id: int = 0,
-    model: Any = None,
-    delay_unscale: bool = False,
-    delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
-    """:func:`ampfuse.amp.scale_loss`.
-
-    With `delay_overflow_check` the scaler's ``update_scale()`` adapts, and says whether to step.
-    """
-    if isinstance(optimizers, Iterator):
-        optimizers = list(optimizers)  # read twice
-    options = loss_id, model, delay_unscale, delay_overflow_check
-    with amp.scale_loss(loss, optimizers, *options) as scaled:
-        session, listed = session_and_optimizers(optimizers)
-        yield scaled
-    scaler = session.loss_scalers[loss_id] if session.enabled else None
-    if isinstance(scaler, LossScaler) and not delay_unscale:
+def after_pass(
+    session: sessions.Session,
+    loss_id: int,
+    optimizers: list[Any],
+    delay_unscale: bool,
+    delay_overflow_check: bool,
+) -> None:
+    """What else ``scale_loss`` does: it tells the scaler of the pass, and prints an overflow."""
+    scaler: Any = session.loss_scalers[loss_id]
+    if not delay_unscale:
         has_followed = scaler.dynamic and not delay_overflow_check
-        scaler.after_pass(listed, scale_has_followed=has_followed)
+        scaler.after_pass(optimizers, scale_has_followed=has_followed)
         if not delay_overflow_check:
-            _report_overflows(session, loss_id, listed)
+            _report_overflows(session, loss_id, optimizers)
 
 
 # Passes not reported yet, of all scalers, so that lines are printed in the order of the passes: the

@@ -11,7 +11,7 @@ from ampfuse.compat.apex.optimizers import FusedSGD as FusedSGD
 from ampfuse.compat.apex.optimizers.of_2019 import StepsOnGivenGradients
 
 
-class FusedAdam(StepsOnGivenGradients, optimizers.FusedAdam, own_step=False):
+class FusedAdam(StepsOnGivenGradients, optimizers.FusedAdam, own_step=False):  # type: ignore[misc]
     """FusedAdam of 2019, which also steps on gradients that it is given.
 
     `bias_correction` is a factor of the rate, and so of the weight decay. `max_grad_norm` clips

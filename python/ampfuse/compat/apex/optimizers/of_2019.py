@@ -54,7 +54,7 @@ class StepsOnGivenGradients(FusedOptimizer, own_step=False):
     """Mixin of the FusedAdam that was in ``apex.contrib``: its `step`."""
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
+    def step(
         self, closure: Any = None, grads: Any = None, output_params: Any = None, scale: Any = 1.0,
         grad_norms: Any = None,
     ) -> Any:  # fmt: skip
@@ -63,7 +63,8 @@ class StepsOnGivenGradients(FusedOptimizer, own_step=False):
         `grads` and `output_params`, which receive the parameters, rounded, are tensors, or lists of
         them for each group, as many as there are parameters. `grad_norms` are taken anew.
         """
-        params, own = list(parameters(self)), []
+        params = list(parameters(self))
+        own: list[Tensor | None] = []
         given, outputs = _flat(grads), _flat(output_params)
         for name, tensors in (("grads", given), ("output_params", outputs)):
             if tensors is not None and len(tensors) != len(params):
