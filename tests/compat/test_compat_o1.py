@@ -209,6 +209,36 @@ def test_binary_cross_entropy_is_banned_on_half(low):
     assert loss(low) == f32
 
 
+@halves
+def test_the_latest_call_decides_on_banned_functions(low):
+    def loss():
+        return F.binary_cross_entropy(torch.rand(4).to(low), torch.rand(4)).dtype
+
+    for turn_on in REGIONS.values():
+        amp.init(patch_type=low, allow_banned=True)
+        assert loss() == f32
+        turn_on(low)
+        with pytest.raises(NotImplementedError, match="with_logits"):
+            loss()
+    amp.init(patch_type=low, allow_banned=True)
+    assert loss() == f32
+
+
+@both
+@halves
+def test_half_arguments_are_refused_wherever_they_are(low, region):
+    REGIONS[region](low)
+    x, half = torch.rand(4), torch.rand(4).to(low)
+    for arguments in ({"input": half, "target": x}, {"input": x, "target": half}):
+        with pytest.raises(NotImplementedError, match="with_logits"):
+            F.binary_cross_entropy(**arguments)
+        with pytest.raises(NotImplementedError, match="with_logits"):
+            F.binary_cross_entropy(*arguments.values())
+    with pytest.raises(NotImplementedError, match="exp_"):
+        torch.exp_(input=half)
+    assert x.pow_(half) is x  # only what is overwritten counts
+
+
 # --- weights that change -----------------------------------------------------------------------
 
 

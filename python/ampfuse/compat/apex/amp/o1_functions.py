@@ -16,44 +16,60 @@ _IN_PLACE = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ 
 _METHODS = f"{_IN_PLACE} erfinv_ pow_ cumprod_ cumsum_ renorm_"
 
 
+_allows_banned = False  # of the latest call
+
+
 def replace_functions(allow_banned: bool = False) -> None:
     """Replace what apex's O1 does besides autocast, until ``_deactivate()`` of the handle.
 
-    ``x.cpu()`` returns FP32, and in-place functions that leave the range of half refuse half.
+    ``x.cpu()`` returns FP32, and in-place functions that leave the range of half refuse half. So
+    does binary cross-entropy, which with `allow_banned` is computed in FP32.
     """
+    global _allows_banned
+    _allows_banned = allow_banned
     for owner, names in ((torch, _IN_PLACE), (Tensor, _METHODS)):
         for name in names.split():
-            install_once(owner, name, _refusing_half)
+            install_once(owner, name, lambda f: _where_half(f, _refusal(f, f.__name__[:-1]), 1))
     install_once(
-        Tensor, "cpu", lambda f: _where_half(f, lambda *args, **kwargs: f(*args, **kwargs).float())
+        Tensor,
+        "cpu",
+        lambda f: _where_half(f, lambda *args, **kwargs: f(*args, **kwargs).float(), 1),
     )
-    # Autocast would refuse other types too.
-    ban = float_function if allow_banned else lambda f: _refusing_half(float_function(f))
-    install_once(F, "binary_cross_entropy", ban)
+    install_once(F, "binary_cross_entropy", _banned)
 
 
-def _where_half(function: Any, instead: Any) -> Any:
-    """`function`, or `instead` of it where autocast is on and the first argument is half."""
+def _banned(function: Any) -> Any:
+    in_float = float_function(function)  # autocast would refuse other types too
+    instead = f"{function.__name__}_with_logits, without the sigmoid before it"
+    refuse = _refusal(function, instead)
+
+    def if_allowed(*args: Any, **kwargs: Any) -> Any:
+        return (in_float if _allows_banned else refuse)(*args, **kwargs)
+
+    return _where_half(in_float, if_allowed)
+
+
+def _where_half(function: Any, instead: Any, count: int | None = None) -> Any:
+    """`function`, or `instead` of it where autocast is on and an argument is half.
+
+    `count`: only the first ones matter.
+    """
 
     @functools.wraps(function)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        x: Any = args[0] if args else None
-        is_half = isinstance(x, Tensor) and x.dtype in HALF_DTYPES
-        is_cast = is_half and torch.is_autocast_enabled(x.device.type)
+        given = [*args, *kwargs.values()][:count]
+        halves = [x for x in given if isinstance(x, Tensor) and x.dtype in HALF_DTYPES]
+        is_cast = any(torch.is_autocast_enabled(x.device.type) for x in halves)
         return (instead if is_cast else function)(*args, **kwargs)
 
     return chosen
 
 
-def _refusing_half(function: Any) -> Any:
-    name = function.__name__
-    logits = f"{name}_with_logits, without the sigmoid before it"
-    other = name[:-1] if name.endswith("_") else logits
-
-    def refuse(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _refusal(function: Any, instead: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{name} may leave the range of {x.dtype}. Call it on x.float(), or use {other}, which "
-            "returns float32 at O1 and O4."
+            f"{function.__name__} may leave the range of half types. Call it on x.float(), or use "
+            f"{instead}, which returns float32 at O1 and O4."
         )
 
-    return _where_half(function, refuse)
+    return refuse
