@@ -57,6 +57,30 @@ def gradients(**ddp):
     return model.module.weight.grad.item()
 
 
+def gradients_of_two_passes():
+    """Without an all-reduce in the first one; outside of amp, and with its gradients set aside."""
+    plain = nn.Linear(1, 1, bias=False)
+    values = {"two passes": two_passes(plain, lambda loss: loss.backward())}
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+
+    def backward(loss):
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+
+    return values | {"two passes of amp": two_passes(model, backward)}
+
+
+def two_passes(module, backward):
+    model, found = apex.parallel.DistributedDataParallel(module), []
+    for change in (model.disable_allreduce, model.enable_allreduce):
+        change()
+        backward((model(torch.ones(1, 1)) * (dist.get_rank() + 1)).sum())
+        found.append(module.weight.grad.item())
+    return found
+
+
 def parallel_options():
     values = {
         "mean": gradients(),
@@ -65,6 +89,7 @@ def parallel_options():
         "fp32": gradients(allreduce_always_fp32=True),
         "delayed": gradients(delay_allreduce=True, message_size=1),
     }
+    values |= gradients_of_two_passes()
     p = nn.Parameter(torch.ones(1))
     p.grad = torch.full((1,), float(dist.get_rank()))
     apex.parallel.Reducer([p.grad]).reduce()
@@ -163,13 +188,15 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(results):
 
 
 def test_options_of_distributed_data_parallel(results):
-    for rank in results:
+    for number, rank in enumerate(results):
         assert rank["parallel_options"] == {
             "mean": 1.5,
             "sum": 3.0,
             "predivided": 1.5,
             "fp32": 1.5,
             "delayed": 1.5,
+            "two passes": [number + 1.0, 3.0],
+            "two passes of amp": [number + 1.0, 3.0],
             "reducer": 0.5,
             "reducer of a module": 0.5,
             "averaged": [[1.5, 1.5], [4.5, 4.5, 4.5], [1.5, 1.5]],

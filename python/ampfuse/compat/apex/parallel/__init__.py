@@ -16,6 +16,11 @@ from ampfuse.compat.apex.apex_C import flatten, unflatten
 from ampfuse.compat.apex.parallel.sync_batch_norm import sync_normalize
 from ampfuse.optim import larc as LARC
 
+__all__ = [
+    "LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model",
+    "create_syncbn_process_group", "flat_dist_call",
+]  # fmt: skip
+
 # apex.parallel.LARC is a module, and the class in it is ampfuse's own.
 sys.modules[f"{__name__}.LARC"] = LARC
 
@@ -58,6 +63,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         plain = self.gradient_average and self.gradient_predivide_factor == 1.0
         if self.allreduce_always_fp32 or not plain:
             self.register_comm_hook(None, self._reduce)
+
+    def disable_allreduce(self) -> None:
+        """Leave out the all-reduce from the next ``forward`` on, as in ``no_sync()``."""
+        with self.no_sync():  # amp averages what models accumulate whose no_sync was called
+            pass
+        self.require_backward_grad_sync = False
+
+    def enable_allreduce(self) -> None:
+        """Undo :meth:`disable_allreduce`; the next pass reduces what has accumulated, too."""
+        self.require_backward_grad_sync = True
 
     # torch compares the annotations of a hook with its types, and these would be strings.
     def _reduce(self, _, bucket):  # type: ignore[no-untyped-def]
@@ -171,7 +186,3 @@ def create_syncbn_process_group(group_size: int) -> Any:
         )
     return dist.new_subgroups(group_size)[0]
 
-
-__all__ = sorted(
-    ["LARC", *(n for n, v in globals().items() if getattr(v, "__module__", "") == __name__)]
-)
