@@ -215,3 +215,9 @@ def test_update_scale_hysteresis():
     largest = torch.tensor([2.0**127])
     amp_C.update_scale_hysteresis(largest, *tensors[1:], torch.zeros(1), 2.0, 0.5, 1, 2)
     assert largest.item() == 2.0**127
+
+
+def test_the_unscaled_norm_takes_integers():
+    tensors, flag = [torch.tensor([3, 4]), torch.tensor([12.0])], torch.zeros(1, dtype=torch.int32)
+    norm, norms = amp_C.multi_tensor_unscale_l2norm(0, flag, [tensors], torch.tensor([0.5]), True)
+    assert (norm.tolist(), norms.tolist(), flag.item()) == ([6.5], [2.5, 6.0], 0)

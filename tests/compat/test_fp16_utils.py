@@ -700,3 +700,25 @@ def test_checkpoints_of_2018_and_2019(scaling, flat):
     for each in ((model, optimizer), (other, again)):
         train(*each)
     assert torch.equal(fp32_params(again), fp32_params(optimizer))
+
+
+def test_a_static_scale_that_becomes_dynamic_has_the_bounds_of_its_class():
+    _, optimizer = start(wrapper=ContribOptimizer)
+    args = {"scale_factor": 4.0, "scale_window": 7}
+    _, saved = start(wrapper=ContribOptimizer, dynamic_loss_scale=True, dynamic_loss_args=args)
+    optimizer.load_state_dict(through_a_file(saved.state_dict()))
+    scaler = optimizer.loss_scaler
+    assert (scaler._min_loss_scale, scaler._scale_factor, scaler._scale_seq_len) == (1.0, 4.0, 7)
+
+
+def test_an_overflow_can_be_assigned():
+    model, optimizer = start()
+    train(model, optimizer, steps=1)
+    before = masters(optimizer).clone()
+    optimizer.overflow = True
+    optimizer.step()
+    assert optimizer.overflow is True
+    assert torch.equal(masters(optimizer), before)
+    train(model, optimizer, steps=1)
+    assert optimizer.overflow is False
+    assert not torch.equal(masters(optimizer), before)

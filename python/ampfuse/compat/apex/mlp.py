@@ -51,7 +51,9 @@ class MLP(nn.Module):
     def reset_parameters(self) -> None:
         """Normal values: of Glorot's deviation, and biases of 1 / sqrt(out)."""
         for param in self.parameters():
-            nn.init.normal_(param, std=(param.dim() / sum(param.shape)) ** 0.5)
+            is_weight = param.dim() == 2
+            variance = 2 / sum(param.shape) if is_weight else 1 / len(param)
+            nn.init.normal_(param, std=variance**0.5)
 
     def forward(self, input: Tensor) -> Tensor:
         return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)

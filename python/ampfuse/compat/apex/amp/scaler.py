@@ -41,6 +41,7 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
     _scale_has_followed = True
     _buffer_has_followed = True
 
+    _scale_factor = rule_field("growth_factor", float)
     _scale_seq_len = rule_field("growth_interval", int)
     _max_loss_scale = rule_field("max_scale", float)
     _min_loss_scale = rule_field("min_scale", lambda value: float(value or DEFAULT_MIN_SCALE))

@@ -12,6 +12,13 @@ from ampfuse.amp.weights import cast_model, cast_own_parameters, is_affine_batch
 from ampfuse.compat.apex.apex_C import flatten, unflatten
 from ampfuse.compat.apex.fp16_utils.fp16_optimizer import FP16_Optimizer
 
+__all__ = [
+    "BN_convert_float", "DynamicLossScaler", "FP16Model", "FP16_Optimizer", "LossScaler",
+    "clip_grad_norm", "convert_module", "convert_network", "master_params_to_model_params",
+    "model_grads_to_master_grads", "network_to_half", "prep_param_lists", "to_python_float",
+    "tofp16",
+]  # fmt: skip
+
 clip_grad_norm = nn.utils.clip_grad_norm_
 
 
@@ -157,9 +164,3 @@ class DynamicLossScaler(LossScaler):
         elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
             self.cur_scale *= self.scale_factor
         self.cur_iter += 1
-
-
-__all__ = sorted(
-    ["FP16_Optimizer", "clip_grad_norm"]
-    + [name for name, value in globals().items() if getattr(value, "__module__", "") == __name__]
-)

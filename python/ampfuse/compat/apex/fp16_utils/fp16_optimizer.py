@@ -23,7 +23,7 @@ from ampfuse.optim.param_groups import check_optimizer, parameters
 from ampfuse.torch_utils import FLOAT_DTYPES, HALF_DTYPES
 
 
-def _part_of(owner: str, name: str) -> Any:
+def delegated_to(owner: str, name: str) -> Any:
     """The attribute `name` of ``self.owner``, to read and to assign."""
     return property(
         lambda self: getattr(getattr(self, owner), name),
@@ -56,14 +56,15 @@ class FP16_Optimizer(torch.optim.Optimizer):
         verbose: bool = True,
     ) -> None:
         check_optimizer(init_optimizer, "FP16_Optimizer(optimizer)")
-        inner, options = init_optimizer, (dynamic_loss_scale and dynamic_loss_args) or {}
+        inner = init_optimizer
+        self._dynamic_loss_args = dynamic_loss_args or {}
         for param in parameters(inner):
             if param.requires_grad and param.dtype not in FLOAT_DTYPES:
                 raise TypeError(
                     f"A parameter of shape {tuple(param.shape)} is {param.dtype}; it must be "
                     "float16, bfloat16 or float32."
                 )
-        scaler = LossScaler("dynamic" if dynamic_loss_scale else static_loss_scale, **options)
+        scaler = self._make_scaler(dynamic_loss_scale, static_loss_scale)
         if any(p.is_cpu and p.dtype in HALF_DTYPES for p in parameters(inner)):
             half_ops.enable_for(O2)
         upgrade(inner, master_weights=True)
@@ -71,8 +72,13 @@ class FP16_Optimizer(torch.optim.Optimizer):
         self._lists = AmpOptimizerState(inner)
         self.verbose = verbose
         self.first_closure_call_this_step = True  # always, as between apex's steps
-        self._overflow: Tensor | bool = False
+        self.overflow = False
         self.set_loss_scaler(scaler)
+
+    def _make_scaler(self, is_dynamic: bool, static_scale: float) -> LossScaler:
+        if is_dynamic:
+            return LossScaler("dynamic", **self._dynamic_loss_args)
+        return LossScaler(static_scale)
 
     def set_loss_scaler(self, scaler: LossScaler) -> None:
         """Use `scaler` from now on; a dynamic one makes overflows skip the step."""
@@ -128,7 +134,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         is repeated while it overflows; at the smallest scale it raises RuntimeError.
         """
         if closure is None:
-            return None if self._overflow is True else self.optimizer.step()
+            return None if self._skip_next else self.optimizer.step()
 
         # The wrapped step brings the model up to the masters before each evaluation.
         def repeated() -> Any:
@@ -146,14 +152,19 @@ class FP16_Optimizer(torch.optim.Optimizer):
         return self.optimizer.step(repeated)
 
     def _remember_overflow(self) -> None:
-        dynamic = self.loss_scaler.dynamic
-        self._overflow = self.optimizer.found_inf_flag.clone() if dynamic else False
+        flag = self.optimizer.found_inf_flag
+        self._overflow = flag.clone() if self.loss_scaler.dynamic else torch.zeros(())
+        self._skip_next = False  # the wrapped optimizer knows
 
-    # True if the latest gradients overflowed a dynamic scale. Reading it synchronizes.
-    overflow = property(
-        lambda self: bool(self._overflow),
-        lambda self, value: setattr(self, "_overflow", bool(value)),
-    )
+    @property
+    def overflow(self) -> bool:
+        """Whether the latest gradients overflowed a dynamic scale. Reading it synchronizes."""
+        return bool(self._overflow)
+
+    @overflow.setter
+    def overflow(self, value: Any) -> None:
+        self._overflow = torch.tensor(float(bool(value)))
+        self._skip_next = bool(value)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the FP32 gradients to `max_norm`; their norm before, or -1 after an overflow."""
@@ -168,9 +179,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
         grads = ([param.grad for param in group["params"]] for group in self.param_groups)
         return [[None if grad is None else grad.detach() for grad in group] for group in grads]
 
-    loss_scale = _part_of("loss_scaler", "_loss_scale")
-    state = _part_of("optimizer", "state")
-    param_groups = _part_of("optimizer", "param_groups")
+    loss_scale = delegated_to("loss_scaler", "_loss_scale")
+    state = delegated_to("optimizer", "state")
+    param_groups = delegated_to("optimizer", "param_groups")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
@@ -212,10 +223,11 @@ class FP16_Optimizer(torch.optim.Optimizer):
             else:
                 param.copy_(value)
         if bool(dynamic) != self.dynamic_loss_scale:
-            self.set_loss_scaler(LossScaler("dynamic" if dynamic else scaling["loss_scale"]))
+            self.set_loss_scaler(self._make_scaler(dynamic, scaling["loss_scale"]))
         self.loss_scaler.load_state_dict(scaling)
         if self.dynamic_loss_scale and "scale_window" in state:
             self.loss_scaler._scale_seq_len = state["scale_window"]
+            self.loss_scaler._scale_factor = state["scale_factor"]
         self.overflow = state.get("overflow", False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -226,13 +238,13 @@ def _scaling(saved: Any) -> dict[str, Any]:
     """The state of a scaler, which may have been saved as an object or as its attributes."""
     if isinstance(saved, LossScaler):
         return saved.state_dict()
-    of = saved if isinstance(saved, dict) else vars(saved)
-    if "cur_scale" not in of:
-        return of
+    state = saved if isinstance(saved, dict) else vars(saved)
+    if "cur_scale" not in state:
+        return state
     since = 0  # the older scalers
-    if "last_overflow_iter" in of:
-        since = (of["cur_iter"] - of["last_overflow_iter"] - 1) % of["scale_window"]
-    return {"loss_scale": of["cur_scale"], "unskipped": since}
+    if "last_overflow_iter" in state:
+        since = (state["cur_iter"] - state["last_overflow_iter"] - 1) % state["scale_window"]
+    return {"loss_scale": state["cur_scale"], "unskipped": since}
 
 
 def _unflattened(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:

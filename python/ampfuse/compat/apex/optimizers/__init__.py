@@ -134,7 +134,7 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
             group.setdefault(name, value)
 
 
-def of_groups(key: str, read: Callable[[Any], Any], write: Callable[[Any], bool] = bool) -> Any:
+def group_option(key: str, read: Callable[[Any], Any], write: Callable[[Any], bool] = bool) -> Any:
     """An attribute of apex's optimizers that each parameter group has as an entry, new ones too."""
 
     def assign(self: ApexOptimizer, value: Any) -> None:
@@ -172,7 +172,7 @@ class FusedAdagrad(ApexOptimizer, optim.Adagrad):
 
     _in_groups = ("decoupled_weight_decay",)
     multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)
-    adagrad_w_mode = of_groups("decoupled_weight_decay", int)
+    adagrad_w_mode = group_option("decoupled_weight_decay", int)
 
     def __init__(
         self, params: Any, lr: Any = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
@@ -193,7 +193,7 @@ class FusedAdam(of_2019.StepsAsIn2019, ApexOptimizer, optim.Adam, own_step=False
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
     multi_tensor_adam_capturable_master = staticmethod(amp_C.multi_tensor_adam_capturable_master)
-    adam_w_mode = of_groups("decoupled_weight_decay", int)
+    adam_w_mode = group_option("decoupled_weight_decay", int)
 
     def __init__(
         self, params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999),
@@ -247,7 +247,7 @@ class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
 
     _in_groups = ("wd_after_momentum",)
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
-    wd_after_momentum = of_groups("wd_after_momentum", bool)
+    wd_after_momentum = group_option("wd_after_momentum", bool)
 
     def __init__(
         self, params: Any, lr: Any = None, momentum: float = 0, dampening: float = 0,
@@ -291,8 +291,8 @@ class FusedLAMB(ApexOptimizer, optim.LAMB):
 
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm)
     multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb)
-    adam_w_mode = of_groups("decoupled_weight_decay", int)
-    use_nvlamb = of_groups("use_nvlamb", bool)
+    adam_w_mode = group_option("decoupled_weight_decay", int)
+    use_nvlamb = group_option("use_nvlamb", bool)
 
     def __init__(
         self, params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999),
@@ -351,7 +351,9 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
     """
 
     multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
-    moment_mode = of_groups("reg_inside_moment", lambda inside: 1 - inside, lambda mode: mode == 0)
+    moment_mode = group_option(
+        "reg_inside_moment", lambda inside: 1 - inside, lambda mode: mode == 0
+    )
 
     def __init__(
         self, params: Any, lr: Any = 1e-3, bias_correction: Any = True, betas: Any = (0.9, 0.999),

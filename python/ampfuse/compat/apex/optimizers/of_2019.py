@@ -140,7 +140,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         own_step = getattr(getattr(self.optimizer, "_original_class", None), "step", None)
         takes_norms = own_step and "grad_norms" in inspect.signature(own_step).parameters
-        if closure or not takes_norms or self._overflow is True:
+        if closure or not takes_norms or self._skip_next:
             return super().step(closure)
         grads = [[p.grad for p in group if p.grad is not None] for group in self.fp32_groups]
         return self.optimizer.step(grad_norms=list(map(get_total_norm, grads)))
@@ -158,7 +158,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
             "cur_scale": self.cur_scale,
             "cur_iter": self.loss_scaler._unskipped,  # since an overflow before the first
             "last_overflow_iter": -1,
-            "scale_factor": self.loss_scaler._rule.growth_factor,
+            "scale_factor": self.loss_scaler._scale_factor,
             "scale_window": self.loss_scaler._scale_seq_len,
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_groups": [[p.detach() for p in group] for group in self.fp32_groups],

@@ -185,4 +185,3 @@ def create_syncbn_process_group(group_size: int) -> Any:
             "must divide the number of processes."
         )
     return dist.new_subgroups(group_size)[0]
-
