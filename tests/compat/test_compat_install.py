@@ -1,6 +1,6 @@
 """``ampfuse.compat.apex.install`` and ``python -m``: which apex a script gets, and who says so."""
 
-import importlib
+import importlib.util
 import sys
 import warnings
 
@@ -91,6 +91,18 @@ def test_imports_of_what_is_left_out_say_so(top, statement, missing, instead):
     assert instead in str(error.value)
     parent, _, last = f"{top}.{missing}".rpartition(".")
     assert not hasattr(sys.modules[parent], last)
+
+
+@pytest.mark.parametrize("top", ["apex", "ampfuse.compat.apex"])
+def test_find_spec_does_not_find_what_is_left_out(top):
+    """Scripts ask it whether to use a module."""
+    compat.install()
+    for name in ("transformer", "contrib.fmha", "amp.lists"):
+        assert importlib.util.find_spec(f"{top}.{name}") is None
+        with pytest.raises(ModuleNotFoundError, match="ampfuse does not provide"):
+            importlib.import_module(f"{top}.{name}")
+    assert importlib.util.find_spec(f"{top}.amp") is not None
+    assert importlib.util.find_spec(f"{top}.amp.handle") is not None
 
 
 def test_nothing_is_said_of_another_apex(other):

@@ -24,14 +24,16 @@ with (Path(__file__).parent / "left_out.csv").open(newline="", encoding="utf-8")
 
 
 class LeftOut(importlib.abc.MetaPathFinder):
-    """The last of finders: for every submodule of apex an error that says what takes its place.
+    """Meta-path finder, placed last: raises an error that names the replacement for a module of
+    apex that ampfuse lacks.
 
     Python looks for a submodule also where ``from package import name`` finds no attribute.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         installed = getattr(sys.modules.get("apex"), "__name__", "") == _HERE
-        if fullname.startswith((f"{_HERE}.", "apex.") if installed else f"{_HERE}."):
+        prefixes = (f"{_HERE}.", "apex.") if installed else f"{_HERE}."
+        if fullname.startswith(prefixes) and not _is_question():
             name = fullname.replace(_HERE, "apex", 1)
             known = (start for start in _INSTEAD if f"{name}.".startswith(f"{start}."))
             instead = _INSTEAD.get(max(known, key=len, default=""), "torch's own modules")
@@ -43,6 +45,14 @@ class LeftOut(importlib.abc.MetaPathFinder):
             )
 
 
+def _is_question() -> bool:
+    """Whether ``importlib.util.find_spec`` asks: its answer for what is missing is None, by which
+    scripts choose another way. An import has no such answer."""
+    caller_of_finders = sys._getframe(2).f_back
+    return caller_of_finders is not None and caller_of_finders.f_code is _FIND_SPEC
+
+
+_FIND_SPEC = importlib.util.find_spec.__code__
 LEFT_OUT = LeftOut()
 
 
