@@ -447,3 +447,11 @@ def test_reversible_adam_leaves_what_overflows():
     for values, stride, clear, seen in ((copy, 3, 0, 1), (p, 1, 0, 1), (p, 1, 1, 0)):
         fused_adam_cuda.strided_check_finite(flag, values, stride, clear)
         assert flag.item() == seen
+
+
+def test_lambs_first_stage_leaves_the_steps_of_the_caller():
+    lists = [[torch.ones(2)] for _ in range(5)]
+    step, noop = torch.tensor(3), torch.zeros(1, dtype=torch.int32)
+    values = torch.zeros(1), step, 0.9, 0.999, 1e-6, torch.ones(1), 1.0
+    amp_C.multi_tensor_lamb_stage1_cuda(0, noop, lists, *values)
+    assert step.item() == 3

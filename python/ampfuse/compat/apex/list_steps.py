@@ -1,14 +1,13 @@
-"""The optimizers of ``amp_C``: one step on lists of tensors, as a table over the algorithms.
+"""What ``amp_C`` does to lists of tensors: its optimizers' steps, and the checks of all its lists.
 
-Types are those that apex's had, or bfloat16 where it took float16; there is no float64. Arithmetic
-is FP32. The flag, where an optimizer reads it, stops everything. `mode` is 0 for weight decay
-through the gradient and 1 for decoupled decay.
+Types of optimizers are those that apex's had, or bfloat16 where it took float16; there is no
+float64. Arithmetic is FP32. The flag, where an optimizer reads it, stops everything. `mode` is 0
+for weight decay through the gradient and 1 for decoupled decay.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,9 +24,9 @@ _FORMATS = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 
 Lists = dict[str, list[Tensor]]
 Numbers = dict[str, Any]
-# An operation's lists by name, in their order, each with the type of its tensors: "float32",
-# "half", or the name of the list whose type it has in each row. Lists with their own name there may
-# be of any type, and so may the first of several that have the same name.
+# The lists of an operation, by name and in order. The value says which dtype is allowed: "float32",
+# "half", or the name of the list whose dtype it must share. A list that names itself may have any
+# dtype.
 Types = Mapping[str, str]
 _ALLOWED = {"float32": (torch.float32,), "half": HALF_DTYPES}
 
@@ -41,25 +40,27 @@ _LAMB = (
 )
 
 
-def _operation(names: str, *types: Types) -> Callable[..., Callable[..., None]]:
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def _operation(names: str, *types: Types, **defaults: Any) -> Callable[..., Callable[..., None]]:
     """Make ``f(noop_flag, lists, numbers)`` an operation of ``amp_C``, whose arguments lack names.
 
     A call is ``f(chunk_size, noop_flag, tensor_lists, *values)``. `names` are those of the values;
     those ``per_tensor`` are tensors of as many elements. `types` has the lists: gradients,
     parameters, half weights that receive these (models), a place for updates, and the states of
-    the algorithm. A second one is for calls with another number of lists.
+    the algorithm. A second one is for calls with another number of lists. The last values may have
+    `defaults`.
     """
     name_of = names.split()
 
     def decorate(run: Callable[[Tensor, Lists, Numbers], None]) -> Callable[..., None]:
         @functools.wraps(run)
         def operation(_: int, noop_flag: Tensor, tensor_lists: TensorLists, *values: Any) -> None:
-            if len(values) == len(name_of) - 1 and name_of[-1] == "use_nvlamb":
-                values = (*values, False)
-            if len(values) != len(name_of):
+            numbers = {**defaults, **dict(zip(name_of, values, strict=False))}
+            if len(numbers) < len(name_of) or len(values) > len(name_of):
                 problem = f"got {len(values)} values after the lists of tensors"
                 raise TypeError(f"{run.__name__}: {problem}; it takes {', '.join(name_of)}.")
-            numbers = dict(zip(name_of, values, strict=True))
             lists, length = typed_rows(run.__name__, tensor_lists, *types), len(tensor_lists[0])
             for name, value in numbers.items():
                 if name.startswith("per_tensor") and value.numel() != length:
@@ -115,10 +116,7 @@ def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, numbers: Numbe
 
     The gradients are multiplied by `inv_scale`, also where they are. A flag of 1 stops it.
     """
-    grads, inverse = lists["grads"], _floats(numbers["inv_scale"], lists)
-    stop = (noop_flag == 1).float()
-    _step("adam", lists, numbers, loss_scale=1 / inverse, stop=stop)
-    checked(ops.unscale, grads, grads, torch.where(stop > 0, torch.ones_like(inverse), inverse))
+    _capturable_adam(noop_flag, lists, numbers)
 
 
 @_operation(
@@ -128,7 +126,14 @@ def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, numbers: Numbe
 )
 def multi_tensor_adam_capturable_master(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """The same on float32 masters, the fifth list; the parameters become what these round to."""
-    inspect.unwrap(multi_tensor_adam_capturable)(noop_flag, lists, numbers)
+    _capturable_adam(noop_flag, lists, numbers)
+
+
+def _capturable_adam(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
+    grads, inverse = lists["grads"], _floats(numbers["inv_scale"], lists)
+    stop = (noop_flag == 1).float()
+    _step("adam", lists, numbers, loss_scale=1 / inverse, stop=stop)
+    checked(ops.unscale, grads, grads, torch.where(stop > 0, torch.ones_like(inverse), inverse))
 
 
 @_operation("lr eps mode weight_decay", dict.fromkeys(("grads", "params", "sum"), "grads"))
@@ -156,7 +161,7 @@ def multi_tensor_novograd(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> 
     _norms(noop_flag, lists["grads"])
 
 
-@_operation(f"{_LAMB} use_nvlamb", _LAMB_LISTS)
+@_operation(f"{_LAMB} use_nvlamb", _LAMB_LISTS, use_nvlamb=False)
 def multi_tensor_lamb(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """LAMB on (gradients, parameters, exp_avg, exp_avg_sq); leaves the update in the gradients.
 
@@ -196,7 +201,7 @@ def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, numbers: Numb
     synchronizes with the device.
     """
     decays = numbers["per_tensor_decay"].tolist()
-    numbers["step"] += 1
+    numbers = numbers | {"step": numbers["step"] + 1}
     for decay in dict.fromkeys(decays):  # a call of the kernel has one
         has_it = [d == decay for d in decays]
         same_decay = {
@@ -209,6 +214,7 @@ def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, numbers: Numb
 @_operation(
     "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb",
     {"params": "params", "grads": "grads"},
+    use_nvlamb=False,
 )
 def multi_tensor_lamb_stage2_cuda(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
     """LAMB's step, on (parameters, updates), by the ratios of the norms."""
@@ -296,7 +302,7 @@ def _lamb_rates(
     return _floats(numbers["lr"], lists) * ratios
 
 
-# --- lists of tensors, and the flag ---------------------------------------------------------------
+# --- checks of lists, and the flag ----------------------------------------------------------------
 
 
 def rows(name: str, lists: TensorLists, depth: int) -> list[list[Tensor]]:
