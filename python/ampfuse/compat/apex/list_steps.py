@@ -235,14 +235,9 @@ def _lamb(noop_flag: Tensor, lists: Lists, numbers: Numbers, *, stop_on_flag: bo
 
 
 def _step(
-    algorithm: str,
-    lists: Lists,
-    numbers: Numbers,
-    *,
-    loss_scale: Tensor | None = None,
-    stop: Tensor | None = None,
-    norm_averages: Tensor | None = None,
-) -> None:
+    algorithm: str, lists: Lists, numbers: Numbers, *, loss_scale: Tensor | None = None,
+    stop: Tensor | None = None, norm_averages: Tensor | None = None,
+) -> None:  # fmt: skip
     """The kernels' step, on gradients divided by `loss_scale`; the first if no step is given."""
     params, roles = lists["params"], ("grads", "params", "models", "updates")
     # The options as a parameter group has them.

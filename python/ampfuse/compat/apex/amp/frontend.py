@@ -96,7 +96,8 @@ def initialize(
 
     Source: ``apex.amp.initialize``; O4 and O5 from ROCm/apex.
     """
-    properties = _amp_state.opt_properties = Properties()
+    properties = Properties()
+    _amp_state.opt_properties = properties
     _amp_state.verbosity = verbosity
     if not enabled:
         _amp_state.handle = NoOpHandle()

@@ -30,15 +30,12 @@ from ampfuse.torch_utils import Sample, eager_module, is_captured
 
 
 def after_pass(
-    session: sessions.Session,
-    loss_id: int,
-    optimizers: list[Any],
-    delay_unscale: bool,
+    session: sessions.Session, loss_id: int, optimizers: list[Any], delay_unscale: bool,
     delay_overflow_check: bool,
-) -> None:
+) -> None:  # fmt: skip
     """What else ``scale_loss`` does: it tells the scaler of the pass, and prints an overflow."""
-    scaler: Any = session.loss_scalers[loss_id]
-    if not delay_unscale:
+    scaler = session.loss_scalers[loss_id]
+    if isinstance(scaler, LossScaler) and not delay_unscale:
         has_followed = scaler.dynamic and not delay_overflow_check
         scaler.after_pass(optimizers, scale_has_followed=has_followed)
         if not delay_overflow_check:
@@ -190,14 +187,9 @@ class OptimWrapper:
 
 
 def init(
-    enabled: bool = True,
-    loss_scale: Any = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-    *,
-    patch_type: torch.dtype | None = None,
-) -> AmpHandle | NoOpHandle:
+    enabled: bool = True, loss_scale: Any = "dynamic", enable_caching: bool = True,
+    verbose: bool = False, allow_banned: bool = False, *, patch_type: torch.dtype | None = None,
+) -> AmpHandle | NoOpHandle:  # fmt: skip
     """Cast every operation as O1 does, until the handle's ``_deactivate()``, if `enabled`.
 
     This includes the models of the latest ``initialize``, at any level. A second call replaces the
@@ -224,7 +216,9 @@ def init(
         before: Any = eager_module(model)._amp_casts
         with_casts = dataclasses.replace(before, autocast=before.autocast or policy.autocast_type)
         casts[model] = with_casts, before
-    _amp_state.handle = handle = AmpHandle(session, casts)
+    handle = AmpHandle(session, casts)
     handle.has_cache, handle.verbose = enable_caching, verbose
-    handle._is_active = handle.is_of_init = True
+    handle.is_of_init = True
+    handle._is_active = True
+    _amp_state.handle = handle
     return handle

@@ -30,12 +30,12 @@ def replace_functions(allow_banned: bool = False) -> None:
     for owner, names in ((torch, _IN_PLACE), (Tensor, _METHODS)):
         for name in names.split():
             install_once(owner, name, lambda f: _where_half(f, _refusal(f, f.__name__[:-1]), 1))
-    install_once(
-        Tensor,
-        "cpu",
-        lambda f: _where_half(f, lambda *args, **kwargs: f(*args, **kwargs).float(), 1),
-    )
+    install_once(Tensor, "cpu", _cpu_in_float)
     install_once(F, "binary_cross_entropy", _banned)
+
+
+def _cpu_in_float(cpu: Any) -> Any:
+    return _where_half(cpu, lambda *args, **kwargs: cpu(*args, **kwargs).float(), 1)
 
 
 def _banned(function: Any) -> Any:

@@ -93,13 +93,9 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         return [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
 
     def unscale(
-        self,
-        model_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
-        unused_scale: Any,
-        models_are_masters: bool = False,
-        scale_override: Any = None,
-    ) -> None:
+        self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], unused_scale: Any,
+        models_are_masters: bool = False, scale_override: Any = None,
+    ) -> None:  # fmt: skip
         """``master_grads[i] = model_grads[i] / scale``; remembers a non-finite gradient.
 
         The lists have equal length, shapes and device; float32, float16 or bfloat16. With
@@ -114,12 +110,9 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         set_flag(self._overflow_buf, overflow)
 
     def unscale_with_stashed(
-        self,
-        model_grads: Sequence[Tensor],
-        stashed_master_grads: Sequence[Tensor],
-        master_grads: Sequence[Tensor],
-        scale_override: Any = None,
-    ) -> None:
+        self, model_grads: Sequence[Tensor], stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor], scale_override: Any = None,
+    ) -> None:  # fmt: skip
         """``master = model * (out / grads_scale) + stashed * (out / stash_scale)``.
 
         Only the new gradients, `model_grads`, are looked at for overflow. `scale_override` is

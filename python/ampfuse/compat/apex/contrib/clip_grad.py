@@ -11,11 +11,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``torch.nn.utils.clip_grad_norm_``, with norms of half gradients in FP32."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad for param in params if param.grad is not None]

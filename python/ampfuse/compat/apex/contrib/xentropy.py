@@ -12,12 +12,9 @@ class SoftmaxCrossEntropyLoss:
 
     @staticmethod
     def apply(
-        logits: Tensor,
-        labels: Tensor,
-        smoothing: float = 0.0,
-        padding_idx: int = 0,
+        logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0,
         half_to_float: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The losses of `logits` (N, C) at `labels` (N,), int64; zero at those of `padding_idx`.
 
         Losses of half logits are FP32 with `half_to_float`; else they have the logits' type.

@@ -48,13 +48,10 @@ class FP16_Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        init_optimizer: torch.optim.Optimizer,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: dict[str, Any] | None = None,
+        self, init_optimizer: torch.optim.Optimizer, static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False, dynamic_loss_args: dict[str, Any] | None = None,
         verbose: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_optimizer(init_optimizer, "FP16_Optimizer(optimizer)")
         inner = init_optimizer
         self._dynamic_loss_args = dynamic_loss_args or {}

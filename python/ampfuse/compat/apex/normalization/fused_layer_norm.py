@@ -73,12 +73,9 @@ class _FusedNorm(nn.Module):
     _mixed = False
 
     def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True,
         memory_efficient: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if self._mixed and not elementwise_affine:
             name = type(self).__name__
             raise RuntimeError(f"{name} has weights; to have none, use the class without Mixed.")

@@ -118,13 +118,10 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     """
 
     def __init__(
-        self,
-        init_optimizer: torch.optim.Optimizer,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: dict[str, Any] | None = None,
+        self, init_optimizer: torch.optim.Optimizer, static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False, dynamic_loss_args: dict[str, Any] | None = None,
         verbose: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         args = {"scale_window": 1000, "min_loss_scale": 1.0, **(dynamic_loss_args or {})}
         super().__init__(init_optimizer, static_loss_scale, dynamic_loss_scale, args, verbose)
 

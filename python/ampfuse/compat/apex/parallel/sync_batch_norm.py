@@ -65,18 +65,10 @@ class _SyncBatchNormAct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float,
-        eps: float,
-        relu: bool,
-        group: Any,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+        running_mean: Tensor | None, running_var: Tensor | None, momentum: float, eps: float,
+        relu: bool, group: Any,
+    ) -> Tensor:  # fmt: skip
         mean, variance, count = _moments_of_all(x, group)
         if running_mean is not None and running_var is not None:
             _move(running_mean, mean, momentum)
