@@ -209,6 +209,16 @@ def test_binary_cross_entropy_is_banned_on_half(low):
     assert loss(low) == f32
 
 
+@pytest.mark.parametrize("later", ["O2", "disabled"])
+def test_replaced_functions_outlive_o1_for_its_models_alone(later):
+    seen = []
+    model = amp.initialize(Runs(lambda: seen.append(torch.ones(1).half().cpu().dtype)), verbosity=0)
+    ENDS[later]()
+    model()
+    assert seen == [f32]
+    assert torch.ones(1).half().cpu().dtype == f16
+
+
 @halves
 def test_the_latest_call_decides_on_banned_functions(low):
     def loss():
