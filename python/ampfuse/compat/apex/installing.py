@@ -33,7 +33,7 @@ class LeftOut(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         installed = getattr(sys.modules.get("apex"), "__name__", "") == _HERE
         prefixes = (f"{_HERE}.", "apex.") if installed else f"{_HERE}."
-        if fullname.startswith(prefixes) and not _is_question():
+        if fullname.startswith(prefixes) and not _is_probe():
             name = fullname.replace(_HERE, "apex", 1)
             known = (start for start in _INSTEAD if f"{name}.".startswith(f"{start}."))
             instead = _INSTEAD.get(max(known, key=len, default=""), "torch's own modules")
@@ -45,14 +45,13 @@ class LeftOut(importlib.abc.MetaPathFinder):
             )
 
 
-def _is_question() -> bool:
-    """Whether ``importlib.util.find_spec`` asks: its answer for what is missing is None, by which
-    scripts choose another way. An import has no such answer."""
-    caller_of_finders = sys._getframe(2).f_back
-    return caller_of_finders is not None and caller_of_finders.f_code is _FIND_SPEC
+def _is_probe() -> bool:
+    """Whether ``importlib.util.find_spec`` asks, and not an import: it returns None for what is
+    missing, and the script takes another way."""
+    asker = sys._getframe(2).f_back  # that of importlib's loop over the finders
+    return asker is not None and asker.f_code is importlib.util.find_spec.__code__
 
 
-_FIND_SPEC = importlib.util.find_spec.__code__
 LEFT_OUT = LeftOut()
 
 

@@ -19,7 +19,8 @@ class WeightNorm:
         v = nn.Parameter(weight.detach())
         owner.register_parameter(f"{attribute}_g", nn.Parameter(self._norm(v.detach())))
         owner.register_parameter(f"{attribute}_v", v)
-        with torch.no_grad():  # computed without a graph, so that copy.deepcopy(module) works
+        # Computed without a graph, so that `copy.deepcopy(module)` works.
+        with torch.no_grad():
             self(module)
 
     def _norm(self, v: Tensor) -> Tensor:

@@ -206,16 +206,7 @@ class FusedAdam(of_2019.StepsAsIn2019, ApexOptimizer, optim.Adam, own_step=False
         self.capturable = options.pop("capturable")
         if master_weights and not capturable:
             raise RuntimeError("FusedAdam supports master_weights=True only with capturable=True.")
-        if eps_inside_sqrt:
-            raise RuntimeError(
-                "FusedAdam only adds eps outside of the square root, as torch does. Use "
-                "fused_adam_cuda.adam with eps_mode=0."
-            )
-        given = [options.pop(name) is not None for name in of_2019.ARGUMENTS]
-        self.steps_as_in_2019 = any(given)
         self.construct(options)
-        if self.steps_as_in_2019:
-            self.set_in_groups("max_grad_norm", max_grad_norm or 0.0)
 
     _unscales_half = property(lambda self: self.capturable)
 

@@ -19,7 +19,7 @@ from ampfuse.optim.fused import FusedOptimizer
 from ampfuse.optim.param_groups import parameters
 
 # Arguments of FusedAdam's constructor. Any of them makes it step as it did then.
-ARGUMENTS = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
+_ARGUMENTS = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
 
 
 class StepsAsIn2019(FusedOptimizer, own_step=False):
@@ -30,6 +30,20 @@ class StepsAsIn2019(FusedOptimizer, own_step=False):
     """
 
     steps_as_in_2019 = False
+
+    def construct(self, arguments: dict[str, Any]) -> None:
+        """As FusedAdam does, after taking the arguments of that time."""
+        given = {name: arguments.pop(name) for name in _ARGUMENTS}
+        if given["eps_inside_sqrt"]:
+            raise RuntimeError(
+                "FusedAdam only adds eps outside of the square root, as torch does. Use "
+                "fused_adam_cuda.adam with eps_mode=0."
+            )
+        self.steps_as_in_2019 = any(value is not None for value in given.values())
+        apex_optimizer: Any = super()
+        apex_optimizer.construct(arguments)
+        if self.steps_as_in_2019:
+            apex_optimizer.set_in_groups("max_grad_norm", given["max_grad_norm"] or 0.0)
 
     def _collect(self) -> Any:
         if not self.steps_as_in_2019:
