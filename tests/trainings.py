@@ -519,7 +519,7 @@ def registered_runs() -> dict[str, Callable[[], Any]]:
     for name, clip in itertools.product(("sgd-all", "adamw-all", "adagrad-all"), (True, False)):
         larc = {"larc": {"clip": clip}, "master_weights": True}
         add(f"scaler LARC {name} clip {clip}", with_scaler, name, **larc)
-    fused_by_apex = [name for name in dir(apex.optimizers) if name.startswith("Fused")]
+    fused_by_apex = [name for name in apex.optimizers.__all__ if name.startswith("Fused")]
     for name, level in itertools.product(fused_by_apex, ("O0", "O1", "O2")):
         if not (name == "FusedMixedPrecisionLamb" and level == "O2"):
             add(f"apex {level} {name}", by_apex_names, level, name)
