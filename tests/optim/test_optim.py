@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import operator
 import pickle
 import weakref
@@ -205,11 +206,15 @@ def test_options_are_attributes_that_copies_have_too():
         assert isinstance(one.master_weights, bool)
 
 
-@pytest.mark.parametrize("flag", ["foreach", "fused", "capturable"])
-@torch_kinds
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        *itertools.product(cases.TORCH_KINDS, ("foreach", "fused")),
+        ("adam-all", "capturable"),
+        ("adamw", "capturable"),
+    ],
+)
 def test_torchs_choices_of_implementation_are_accepted(kind, flag):
-    if flag == "capturable" and kind.startswith(("sgd", "adagrad")):
-        pytest.skip("has no capturable")
     pair = Pair(kind, torch_options={"foreach": False}, **{flag: True})
     pair.steps()
     pair.check()
@@ -429,13 +434,13 @@ def test_lamb_without_eps(size):
 # --- torch's own GradScaler ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [None, "by hand", "in the step"])
-@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize(
+    ("dtype", "clip"),  # it unscales no half gradients as we do, for a clipping by hand
+    [*itertools.product((f32, f16, bf16), (None, "in the step")), (f32, "by hand")],
+)
 @kinds
 def test_torchs_grad_scaler_drives_ours(kind, dtype, clip):
     """FP16 gradients, which it refuses to unscale, too: masters go as FP32 weights do."""
-    if clip == "by hand" and dtype != f32:
-        pytest.skip("unscales half gradients, or refuses to")
     norm = 0.5 if clip == "in the step" else None
     params = parameters(SHAPES, dtype)
     pair = Pair(kind, params, {}, master_weights=dtype != f32, max_grad_norm=norm)
