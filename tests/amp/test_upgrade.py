@@ -41,7 +41,9 @@ IN_PURE_FP16 = (*FUSED, "hand-written", "LBFGS")
 SOME = ("SGD", "AdamW", "Adagrad", "LAMB", "NovoGrad", "RMSprop", "hand-written", "subclass")
 # Only half weights of fused optimizers are split.
 SPLIT = [
-    (name, level, {"master_weights": "split"}) for name in ("SGD", "AdamW") for level in WITH_MASTERS
+    (name, level, {"master_weights": "split"})
+    for name in ("SGD", "AdamW")
+    for level in WITH_MASTERS
 ]
 
 
