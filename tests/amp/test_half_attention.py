@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampfuse import _core, cpu_half_ops
-from cases import ISAS, NEEDS_BF16, assert_torchs_own
-from conftest import compilers
+from cases import ISAS, NEEDS_BF16, assert_torchs_own, compilers
 from programs import python
 
 HALF = torch.bfloat16

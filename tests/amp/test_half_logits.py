@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampfuse import amp
 from cases import f32
-from conftest import on_ranks
+from programs import on_ranks
 
 CLASSES, BATCH, WORDS = 512, 4, 17
 LOGITS = BATCH * WORDS * CLASSES

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from amp_training import give_gradient, gradient_of, initialized, sgd, stepped
 from ampfuse import amp
 from cases import LEVELS, assert_same, bf16, f16, f32, f64
+from trainings import give_gradient, gradient_of, initialized, sgd, stepped
 
 levels = pytest.mark.parametrize("level", LEVELS)
 

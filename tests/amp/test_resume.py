@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-import amp_training
-from amp_training import ORDERS, TIMES, WITH_MASTERS, Delegates, KeptInFloat32, resume
+import trainings
 from ampfuse import amp, optim
 from ampfuse.optim.masters import MASTERS
 from cases import KINDS, LEVELS, QUANTIZED, assert_same, f32, make, make_torch, through_a_file
+from trainings import ORDERS, TIMES, WITH_MASTERS, Delegates, KeptInFloat32, resume
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -31,7 +31,7 @@ RUNS = [(k, level) for k in OPTIMIZERS for level in LEVELS if (k, level) != ("RM
 RUNS = [run for run in RUNS if run[0] not in ("ours", "Adagrad") or run[1] == "O2"]
 
 
-class Training(amp_training.Training):
+class Training(trainings.Training):
     def __init__(self, kind, seed=0):
         super().__init__(OPTIMIZERS[kind], seed=seed)
 
@@ -198,7 +198,7 @@ class Idle(nn.Module):
         return x
 
 
-class Wide(amp_training.Training):
+class Wide(trainings.Training):
     """A training where one weight is large enough for quantized states and one gets no gradient.
 
     For the latter, torch's checkpoints cannot tell what another optimizer would keep.

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import reference
-from amp_training import (
+from ampfuse import amp
+from ampfuse.amp.scaler import LossScaler
+from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
+from trainings import (
     Scalar,
     backward,
     follows_plain_torch,
@@ -30,9 +33,6 @@ from amp_training import (
     unskipped,
     weight,
 )
-from ampfuse import amp
-from ampfuse.amp.scaler import LossScaler
-from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
 
 DYNAMIC = ("O1", "O2")
 inf, nan = math.inf, math.nan

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from amp_training import Training
 from ampfuse import amp
 from ampfuse.optim.last_step import READ_EVERY, SkipWatch
 from cases import history_of_norms
+from trainings import Training
 
 LIMIT = 20
 

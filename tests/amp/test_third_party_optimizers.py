@@ -6,7 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from amp_training import (
+from ampfuse import amp, optim
+from cases import LEVELS, assert_same_bits, through_a_file
+from trainings import (
     WITH_MASTERS,
     Delegates,
     KeptInFloat32,
@@ -14,8 +16,6 @@ from amp_training import (
     follows_plain_torch,
     resume,
 )
-from ampfuse import amp, optim
-from cases import LEVELS, assert_same_bits, through_a_file
 
 
 class Odd(torch.optim.Optimizer):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from amp_training import WITH_MASTERS, Delegates, KeptInFloat32, Training, follows_plain_torch
 from ampfuse import amp, optim
 from ampfuse.optim.upgrade import GenericOptimizer
 from cases import LEVELS, assert_same_bits, f32, same_bits, snapshot
+from trainings import WITH_MASTERS, Delegates, KeptInFloat32, Training, follows_plain_torch
 
 
 class Subclass(torch.optim.AdamW):

@@ -10,9 +10,7 @@ from torch.profiler import profile
 
 import ampfuse
 from ampfuse import _core, amp, ops, optim
-from cases import KINDS, make
-from conftest import nn_ops
-from trainings import MODES, NOT_QUANTIZABLE, is_quantized
+from cases import KINDS, MODES, NOT_QUANTIZABLE, is_quantized, make, nn_ops
 
 # name: the optimizer over parameters, and the launches of its step: inspect or prepare, then the
 # update, which is two for LAMB; LARC measures the weights before.

@@ -22,13 +22,14 @@ from cases import (
     bf16,
     can_mix_dtypes,
     digest,
+    emulated_module,
     f16,
     f32,
     make,
+    nn_ops,
     set_grad,
     snapshot,
 )
-from conftest import emulated_module, nn_ops
 from programs import python
 
 CHUNK = 32768  # kChunk of csrc/core/reduce.h

@@ -24,8 +24,7 @@ from torch.optim import lr_scheduler as lrs
 from ampfuse import amp, graphs, optim
 from ampfuse.graphs import make_graphed_step
 from ampfuse.nn import fuse, recompute_norms
-from cases import QUANTIZED, assert_same_bits, bf16, f16, history_of_norms, never_waiting
-from trainings import MODES
+from cases import MODES, QUANTIZED, assert_same_bits, bf16, f16, history_of_norms, never_waiting
 
 
 class StandIn:

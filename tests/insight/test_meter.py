@@ -8,10 +8,23 @@ import torch
 from torch import nn
 
 import ampfuse
-import trainings
 from ampfuse import amp
-from cases import KINDS, LEVELS, QUANTIZED, bf16, bits, digest, f16, f32, make
-from conftest import slow_in_emulation
+from bits import STEPS, with_scaler
+from cases import (
+    KINDS,
+    LEVELS,
+    MODES,
+    NOT_QUANTIZABLE,
+    QUANTIZED,
+    bf16,
+    bits,
+    digest,
+    f16,
+    f32,
+    is_quantized,
+    make,
+    slow_in_emulation,
+)
 
 # Around a vector, a strip, a tile and a chunk.
 SIZES = (0, 1, 7, 8, 15, 17, 33, 1025, 2049, 32767, 32769, 70000)
@@ -50,11 +63,11 @@ METERED += [(bf16, "split"), (bf16, "stochastic bf16 ema")]
     [
         (name, dtype, mode)
         for name, (dtype, mode) in itertools.product(KINDS, METERED)
-        if not (trainings.is_quantized(mode) and name in trainings.NOT_QUANTIZABLE)
+        if not (is_quantized(mode) and name in NOT_QUANTIZABLE)
     ],
 )
 def test_counts_are_those_of_snapshots(name, dtype, mode, device):
-    options = {"masters": {"master_weights": True}, "none": {}, **trainings.MODES}[mode]
+    options = {"masters": {"master_weights": True}, "none": {}, **MODES}[mode]
     masters = options.get("master_weights", False)
     # The same random bits, in the states alone.
     kept = {key: options[key] for key in ("state_dtype", "seed") if key in options}
@@ -109,11 +122,11 @@ def test_a_metered_training_has_the_same_bits(name, device):
     if device.type == "cuda":
         pytest.skip("the trainings are on the CPU")
     runs = [
-        trainings.with_scaler(name, master_weights=True, largest=40001, meter=meter)
+        with_scaler(name, master_weights=True, largest=40001, meter=meter)
         for meter in (False, True)
     ]
     readings, changed = runs[1].pop("readings"), runs[1].pop("changed")
-    assert len(readings) == trainings.STEPS * len(changed)
+    assert len(readings) == STEPS * len(changed)
     assert digest(runs[0]) == digest(runs[1])
 
 

@@ -23,7 +23,7 @@ import ampfuse
 from ampfuse.integrations import fabric
 from ampfuse.integrations.accelerate import initialize
 from ampfuse.integrations.lightning import AmpFuse
-from conftest import on_ranks
+from programs import on_ranks
 from test_integrations_loops import quiet_trainer
 
 CPUS = {"accelerator": "cpu", "devices": 2}

@@ -16,7 +16,7 @@ import ampfuse
 from ampfuse import amp
 from ampfuse.amp.policy import LEVELS
 from cases import through_a_file
-from conftest import on_ranks
+from programs import on_ranks
 
 EMULATED = Float8LinearConfig(emulate=True)  # computes products of rounded numbers on any CPU
 MODES = [{}, {"master_weights": "split", "state_dtype": "8bit"}, {"state_dtype": "bf16"}]

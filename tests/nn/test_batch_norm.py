@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import profile
 
-from cases import assert_same_bits, bf16, f16, f32, f64
-from conftest import nn_ops, slow_in_emulation
+from cases import assert_same_bits, bf16, f16, f32, f64, nn_ops, slow_in_emulation
 from test_recompute import Block
 
 EPS = {f32: 2.0**-24, f16: 2.0**-11, bf16: 2.0**-8}

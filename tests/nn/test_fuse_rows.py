@@ -16,8 +16,7 @@ from torch import nn
 from torch.profiler import profile
 
 from ampfuse.nn import BatchNormAct2d, fuse, unfuse
-from cases import bf16, losses_at
-from conftest import compilers
+from cases import bf16, compilers, losses_at
 from test_fuse import Overridden, X, assert_same, run, two_blocks
 
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch.profiler import profile
 
 from ampfuse.nn import add_layer_norm, add_rms_norm, cross_entropy, patch_conv2d, split_qkv
-from cases import bf16, f16, f32
-from conftest import compilers, nn_ops
+from cases import bf16, compilers, f16, f32, nn_ops
 
 ops = torch.ops.ampfuse
 

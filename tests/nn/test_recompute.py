@@ -12,8 +12,7 @@ import ampfuse
 from ampfuse import amp
 from ampfuse.measuring import tensor_memory
 from ampfuse.nn import BatchNormAct2d, recompute_norms
-from cases import on_a_side_stream
-from conftest import nn_ops
+from cases import nn_ops, on_a_side_stream
 
 
 class Block(nn.Module):

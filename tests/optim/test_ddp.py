@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ampfuse import amp
+from bits import Net
 from cases import KINDS, LEVELS, make
-from conftest import on_ranks
-from trainings import Net
+from programs import on_ranks
 
 on_any_number, on_several = on_ranks(1, 2, 4, "cuda"), on_ranks(2, 4)
 SIZE = int(os.environ.get("WORLD_SIZE", 1))

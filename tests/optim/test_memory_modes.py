@@ -23,6 +23,8 @@ from ampfuse import amp, optim
 from ampfuse._schema import STORAGES
 from cases import (
     KINDS,
+    MODES,
+    NOT_QUANTIZABLE,
     QUANTIZED,
     assert_same,
     bf16,
@@ -30,6 +32,7 @@ from cases import (
     copy_weights,
     f16,
     f32,
+    is_quantized,
     make,
     most_allocated,
     params_of,
@@ -38,7 +41,6 @@ from cases import (
     train,
     weights,
 )
-from trainings import MODES, NOT_QUANTIZABLE, is_quantized
 
 halves = pytest.mark.parametrize("dtype", [bf16, f16], ids=cases.short)
 QUANTIZABLE = ("sgd-all", "adam-all", "adamw", "adamw-amsgrad", "adagrad-all", "lion-decay")

@@ -24,10 +24,21 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ampfuse
 from ampfuse import amp, optim
-from cases import KINDS, QUANTIZED, bf16, f16, f32, history_of_norms, make, params_of
-from conftest import on_ranks
-from programs import in_processes
-from trainings import MODES, fractions, integers, with_whole_masters
+from cases import (
+    KINDS,
+    MODES,
+    QUANTIZED,
+    bf16,
+    f16,
+    f32,
+    fractions,
+    history_of_norms,
+    integers,
+    make,
+    params_of,
+    with_whole_masters,
+)
+from programs import in_processes, on_ranks
 
 on_any_number, on_several = on_ranks(1, 2, 4, "cuda"), on_ranks(2, 4)
 SIZE = int(os.environ.get("WORLD_SIZE", 1))
