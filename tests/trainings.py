@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ampfuse import amp
+from ampfuse.compat import apex
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.upgrade import GenericOptimizer
 from cases import f32, same_bits
@@ -192,6 +193,37 @@ def scale(optimizer, loss_id=0):
 
 def unskipped(optimizer):
     return amp.state_dict(optimizer=optimizer)["loss_scaler0"]["unskipped"]
+
+
+# --- under apex's names ---------------------------------------------------------------------------
+
+
+def started_by_apex(make, level, **options):
+    """A model and its optimizer, under amp at `level`, or without it and of that type."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    if not isinstance(level, str):
+        return model.to(level), make(model.parameters(), **options)
+    optimizer = make(model.parameters(), **options)
+    return apex.amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def train_by_apex(model, optimizer, steps, overflow=None):
+    """The losses; that of the step `overflow` is infinite."""
+    x, losses = torch.rand(16, 4, generator=torch.Generator().manual_seed(1)), []
+    under_amp = hasattr(optimizer, "_amp_session")
+    for step in range(steps):
+        loss = (model(x if under_amp else x.to(model.weight)).float() - x[:, :2]).pow(2).mean()
+        loss = loss * float("inf") if step == overflow else loss
+        if under_amp:
+            with apex.amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 # --- optimizers of others -------------------------------------------------------------------------
