@@ -35,8 +35,9 @@ settings.register_profile("random", **_DRAWN, derandomize=False)
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(config, items):
     choose_combinations(items)
-    # The longest files are in the last folders; where several processes take files, they begin.
-    items.sort(key=lambda item: item.path, reverse=True)
+    if hasattr(config, "workerinput"):
+        # The longest files are in the last folders; where several processes take files, they begin.
+        items.sort(key=lambda item: item.path, reverse=True)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -83,7 +84,8 @@ def superfluous(items, n):
 
 
 def is_quick(config):
-    return not re.search(r"(?<!not )\b(slow|exhaustive)\b", config.option.markexpr)
+    chosen = re.sub(r"\bnot (\w+|\([^()]*\))", "", config.option.markexpr)
+    return not re.search(r"\b(slow|exhaustive)\b", chosen)
 
 
 def pytest_configure(config):

@@ -1,4 +1,4 @@
-"""Small trainings at a level: a regression with any optimizer, and a weight of chosen gradients."""
+"""Small trainings, at a level or in plain torch, and the models and weights that they train."""
 
 import copy
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from ampfuse import amp
 from ampfuse.compat import apex
+from ampfuse.nn import BatchNormAct2d
 from ampfuse.optim.base import AmpOptimizer
 from ampfuse.optim.upgrade import GenericOptimizer
 from cases import f32, same_bits
@@ -265,3 +266,56 @@ class Delegates(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         self.inner.load_state_dict(state_dict)
+
+
+# --- fused layers, and other libraries ------------------------------------------------------------
+
+
+class NormsAndConvolutions(nn.Module):
+    """Two convolutions, each after a batch norm; a residual is added in the second."""
+
+    def __init__(self, channels=16):
+        super().__init__()
+        self.norm1 = BatchNormAct2d(channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = BatchNormAct2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 1, bias=False)
+
+    def forward(self, x):
+        return self.conv2(self.norm2(self.conv1(self.norm1(x)), x))
+
+
+def step_and_evaluation(model, inputs, make_output=lambda model, inputs: model(*inputs)):
+    """Outputs, gradients and running statistics of a training step, then the outputs in eval."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    model.zero_grad()
+    out = make_output(model.train(), inputs)
+    factors = torch.linspace(0, 1, out.numel(), dtype=out.dtype, device=out.device)
+    (out.sin() * factors.view(out.shape)).sum().backward()
+    tensors = [out.detach(), *(x.grad for x in inputs), *(p.grad for p in model.parameters())]
+    with torch.no_grad():
+        evaluated = make_output(model.eval(), inputs)
+    model.train()
+    return [*tensors, *(b.clone() for b in model.buffers()), evaluated]
+
+
+def assert_near(found, expected, tolerance):
+    """The error of each tensor is below `tolerance`, as a part of its norm, or of a thousandth of
+    the largest: the gradient of a bias before a batch norm is nothing but rounding."""
+    largest = max(b.double().norm() for b in expected if b is not None)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype
+            a, b = a.double(), b.double()
+            norm = b.norm().clamp(min=1e-3 * largest)
+            assert (a - b).norm() <= tolerance * norm, (a - b).norm() / norm
+
+
+def quiet_trainer(plugin, **options):
+    """A trainer of Lightning's on the CPU that shows and stores nothing."""
+    import lightning
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    quiet["enable_model_summary"] = False
+    return lightning.Trainer(plugins=plugin, accelerator="cpu", **quiet, **options)

@@ -24,7 +24,7 @@ from ampfuse.integrations import fabric
 from ampfuse.integrations.accelerate import initialize
 from ampfuse.integrations.lightning import AmpFuse
 from programs import on_ranks
-from test_integrations_loops import quiet_trainer
+from trainings import quiet_trainer
 
 CPUS = {"accelerator": "cpu", "devices": 2}
 SHARDS = {"data_parallel_size": 2, "tensor_parallel_size": 1, "process_group_backend": "gloo"}

@@ -1,5 +1,5 @@
 """fuse() on layer and RMS norms and activations: in blocks as people write them, and in models of
-libraries; and on modules that are exchanged later.
+libraries.
 """
 
 import copy
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
 
-from ampfuse.nn import BatchNormAct2d, fuse, unfuse
+from ampfuse.nn import fuse, unfuse
 from cases import bf16, compilers, losses_at
-from test_fuse import Overridden, X, assert_same, run, two_blocks
+from trainings import assert_near, step_and_evaluation
 
 
 class PreNorm(nn.Module):
@@ -132,12 +132,12 @@ MODELS = {
 def test_models_as_people_write_them(name):
     make, fused, (op, count) = MODELS[name]
     model, x = make(), torch.randn(3, 5, 24)
-    expected, keys = run(model, [x]), list(model.state_dict())
+    expected, keys = step_and_evaluation(model, [x]), list(model.state_dict())
     report = fuse(model)
     assert (report.fused, report.left) == (fused, {})
     assert report.summary == f"{len(fused)} of {len(fused)} places fused"
     assert list(model.state_dict()) == keys
-    assert_same(run(model, [x]), expected, 1e-6)
+    assert_near(step_and_evaluation(model, [x]), expected, 1e-6)
     twin = copy.deepcopy(model)
     for other in (model, twin):
         assert passes(other, x, op=op)[1] == count
@@ -149,7 +149,7 @@ def test_models_as_people_write_them(name):
     assert set(again.left.values()) == ({"already fused"} if name != "Functions" else set())
     unfuse(model)
     assert passes(model, x, op=op)[1] == 0
-    assert_same(run(model, [x]), expected, 0.0)
+    assert_near(step_and_evaluation(model, [x]), expected, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_models_as_people_write_them(name):
 def test_parts(parts, fused):
     model = nn.Sequential(PreNorm(nn.LayerNorm), nn.Linear(24, 40), nn.GELU())
     x = torch.randn(3, 5, 24)
-    expected = run(model, [x])
+    expected = step_and_evaluation(model, [x])
     report = fuse(model, parts)
     assert (report.fused.keys(), report.left) == (fused, {})
-    assert_same(run(model, [x]), expected, 1e-6)
+    assert_near(step_and_evaluation(model, [x]), expected, 1e-6)
     assert passes(model, x)[1] == (2 if "norms" in parts else 0)
     assert passes(model, x, op="activation")[1] == ("activations" in parts)
     for wrong in (["norm"], "norms"):
@@ -241,10 +241,10 @@ def permutations(model, x, **named):
 @pytest.mark.parametrize("attention", [*TAKEN_APART, Written, UsedWhole, AnotherDimension])
 def test_attention(attention):
     model, x = attention(), torch.randn(3, 5, 24)
-    expected, fused = run(model, [x]), copy.deepcopy(model)
+    expected, fused = step_and_evaluation(model, [x]), copy.deepcopy(model)
     report = fuse(fused, ["attention"])
     assert report.fused == ({"qkv": "with split"} if attention in TAKEN_APART else {})
-    assert_same(run(fused, [x]), expected, 0.0)
+    assert_near(step_and_evaluation(fused, [x]), expected, 0.0)
     for mask in (None, torch.ones(5, 5, dtype=torch.bool).tril()):
         assert permutations(fused, x, mask=mask) == (3 if report.fused else 1)
         torch.testing.assert_close(fused(x, mask=mask), model(x, mask=mask), rtol=0, atol=0)
@@ -347,14 +347,14 @@ def test_patches(name, form):
     model, taken = PATCHES[name]
     model = copy.deepcopy(model).to(bf16, memory_format=form)
     x = torch.randn(2, 3, 25, 34).to(bf16, memory_format=form)  # not all of it in patches
-    expected = run(model, [x])
+    expected = step_and_evaluation(model, [x])
     fused = copy.deepcopy(model)
     assert fuse(fused).fused == ({"0": "as a product"} if taken else {})
     with profile() as profiled:
         y = fused[0](x)
     assert any(event.key == "aten::linear" for event in profiled.key_averages()) == taken
     assert y.stride() == model[0](x).stride()
-    assert_same(run(fused, [x]), expected, 0.02)
+    assert_near(step_and_evaluation(fused, [x]), expected, 0.02)
     for other in (x.float()[0], x[0], x[:, :, :7], x[:, :2]):  # these are torch's
         results = []
         for each in (model, fused):
@@ -374,11 +374,6 @@ def double(module, args, output):
 
 
 LATER = {
-    "batch norm": (two_blocks, lambda m: setattr(m[0], "norm", Overridden(4).double())),
-    "ReLU": (two_blocks, lambda m: setattr(m[1], "relu", nn.SiLU())),
-    "group norm": (two_blocks, lambda m: setattr(m[1], "norm2", nn.GroupNorm(2, 4).double())),
-    "ours": (two_blocks, lambda m: setattr(m[1], "norm2", BatchNormAct2d(4).double())),
-    "all batch norms": (two_blocks, nn.SyncBatchNorm.convert_sync_batchnorm),
     "layer norm": (partial(PreNorm, nn.LayerNorm), lambda m: setattr(m, "norm1", nn.Identity())),
     "hooked norm": (partial(PreNorm, nn.RMSNorm), lambda m: m.norm2.register_forward_hook(double)),
     "gate": (Gated, lambda m: setattr(m, "act", nn.ReLU())),
@@ -398,8 +393,8 @@ def test_modules_that_are_exchanged_or_hooked_later_run(name):
     for each in (model, plain):
         torch.manual_seed(0)
         change(each)
-    x, tolerance = (X, 1e-10) if make is two_blocks else (torch.randn(3, 5, 24), 1e-6)
-    assert_same(run(model, [x]), run(plain, [x]), tolerance)
+    x = torch.randn(3, 5, 24)
+    assert_near(step_and_evaluation(model, [x]), step_and_evaluation(plain, [x]), 1e-6)
 
 
 def test_types_that_differ_are_added_as_torch_adds_them():
@@ -472,9 +467,9 @@ def test_rms_norms_of_others_are_known_by_what_they_compute(name):
 def test_compiles_in_one_graph(backend, make):
     model, x = make(), torch.randn(4, 5, 24)
     fuse(model)
-    expected = run(model, [x])
+    expected = step_and_evaluation(model, [x])
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    assert_same(run(compiled, [x]), expected, 1e-6)
+    assert_near(step_and_evaluation(compiled, [x]), expected, 1e-6)
     with profile() as profiled:
         compiled(x)
     assert not [e for e in profiled.events() if e.name.startswith("ampfuse")]  # the compiler's
