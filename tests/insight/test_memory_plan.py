@@ -312,28 +312,34 @@ def of_group(state_dtype):
     return lambda params: torch.optim.SGD([{"params": params, "state_dtype": state_dtype}])
 
 
-def test_errors():
-    model, batch = nn.Linear(4, 4), torch.randn(2, 4)
-    for wrong, error, says in (
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
         ({"model": 3}, TypeError, "a module, or a function that builds one"),
         ({"model": lambda: 3}, TypeError, "Got int"),
         ({"model": nn.ReLU()}, ValueError, "no parameter that requires a gradient"),
         ({"optimizer": lambda params: 3}, TypeError, "got int"),
         ({"device": "xpu"}, ValueError, '"cpu" or "cuda"'),
         ({"optimizer": "Adan"}, ValueError, "'Adan' is not an optimizer of ampfuse.optim or"),
-        ({"optimizer": torch.optim.SGD(model.parameters(), 0.1)}, TypeError, "lambda params"),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)], 0.1)}, TypeError, "lambda params"),
         ({"optimizer": of_group("9bit")}, ValueError, "state_dtype is '9bit'"),
         ({"opt_level": "O6"}, ValueError, "one of O0, O1, O2, O3, O4, O5, got 'O6'"),
         ({"budget": "much"}, ValueError, "budget must be"),
         ({"loss_function": of_values}, RuntimeError, "depends on values"),
-        ({"batch": torch.randn(2, 5)}, RuntimeError, "reduction dim"),
-    ):
-        arguments = {"model": model, "batch": batch, "device": "cpu"} | wrong
-        with pytest.raises(error, match=says):
-            ampfuse.plan(**arguments)
-    amp.initialize(model, opt_level="O5", verbosity=0)
+        ({"batch": torch.ones(2, 5)}, RuntimeError, "reduction dim"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_plan_refuses_wrong_arguments(wrong, error, says):
+    arguments = {"model": nn.Linear(4, 4), "batch": torch.randn(2, 4), "device": "cpu"} | wrong
+    with pytest.raises(error, match=says):
+        ampfuse.plan(**arguments)
+
+
+def test_a_plan_refuses_a_model_under_amp():
+    model = amp.initialize(nn.Linear(4, 4), opt_level="O5", verbosity=0)
     with pytest.raises(ValueError, match="been through"):
-        ampfuse.plan(model, batch)
+        ampfuse.plan(model, torch.randn(2, 4))
 
 
 def test_the_command():
