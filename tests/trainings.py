@@ -10,7 +10,6 @@ from ampfuse import amp
 from ampfuse.compat import apex
 from ampfuse.nn import BatchNormAct2d
 from ampfuse.optim.base import AmpOptimizer
-from ampfuse.optim.upgrade import GenericOptimizer
 from cases import f32, same_bits
 
 WITH_MASTERS = ("O2", "O5")
@@ -102,29 +101,33 @@ def resume(training, level, saved, times, order=ORDERS[0]):
     return training
 
 
-def follows_plain_torch(make, level, in_pure_fp16=True, clips=(None, None)):
-    """A training at `level`, after steps whose losses were those in plain torch."""
+def losses_beside_plain_torch(make, level, clips=(None, None)):
+    """A training at `level`, its losses, and those of the same training in plain torch.
+
+    `clips` are those of both, see `Training.clip`.
+    """
     plain, amped = Training(make), Training(make)
     amped.initialize(level, keep_batchnorm_fp32=True if level == "O3" else None)
+    amped.clip, plain.clip = clips
     assert isinstance(amped.optimizer, AmpOptimizer)
     assert isinstance(amped.optimizer, type(plain.optimizer))
-    for training, clip in zip((amped, plain), clips, strict=True):
-        training.clip = clip
-    losses, expected = amped.steps(range(25)), plain.steps(range(25))
-    if level == "O0" and isinstance(amped.optimizer, GenericOptimizer):
-        assert losses == expected
-    if level != "O3" or in_pure_fp16:
-        assert losses == pytest.approx(expected, rel=0, abs=PRECISION[level])
-        assert losses[-1] < 0.6 * losses[0]
-    if level in WITH_MASTERS:
-        masters, weights = (
-            sorted(tensors, key=lambda t: (t.dim(), t.numel()))
-            for tensors in (amped.masters(), amped.weights())
-        )
-        for master, weight in zip(masters, weights, strict=True):
-            assert master.dtype == f32
-            assert same_bits(master.to(weight.dtype), weight)
-    return amped
+    return amped, amped.steps(range(25)), plain.steps(range(25))
+
+
+def assert_follows(losses, expected, level):
+    """The losses are near those in plain torch, and fall."""
+    assert losses == pytest.approx(expected, rel=0, abs=PRECISION[level])
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def assert_masters_round_to_weights(training):
+    masters, weights = (
+        sorted(tensors, key=lambda t: (t.dim(), t.numel()))
+        for tensors in (training.masters(), training.weights())
+    )
+    for master, weight in zip(masters, weights, strict=True):
+        assert master.dtype == f32
+        assert same_bits(master.to(weight.dtype), weight)
 
 
 # --- one weight -----------------------------------------------------------------------------------

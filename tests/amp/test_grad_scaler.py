@@ -231,7 +231,7 @@ def test_float64_parameters_go_torchs_way():
 
 
 @kinds
-def test_sparse_gradients(kind):
+def test_sparse_gradients_are_unscaled_or_refused_as_the_optimizer_takes_them(kind):
     embedding = nn.Embedding(4, 3, sparse=True)
     optimizer = kind(embedding.parameters(), lr=1.0)
     scaler = ours(init_scale=16.0)
@@ -256,7 +256,7 @@ def test_sparse_gradients(kind):
     ],
 )
 @pytest.mark.parametrize("how", ["unscaled first", "at once", "disabled"])
-def test_clip_grad_norm(kind, dtype, how):
+def test_clip_grad_norm_clips_unscaled_gradients(kind, dtype, how):
     one = One(dtype, kind)
     scaler = ours(enabled=how != "disabled")
     one.backward(scaler, 0.5)
@@ -313,7 +313,7 @@ def test_skipping_the_step_oneself_leaves_no_trace(kind):
 
 
 @kinds
-def test_disabled(kind):
+def test_a_disabled_scaler_scales_nothing(kind):
     one, scaler = One(kind=kind), ours(enabled=False)
     loss = (one.w * 0.25).sum()
     assert scaler.scale(loss) is loss
@@ -340,7 +340,7 @@ def test_on_a_machine_without_a_gpu_the_default_scales_on_the_cpu():
         ("max_scale", 0.5),
     ],
 )
-def test_bad_options(name, value):
+def test_bad_options_are_refused(name, value):
     more = {"min_scale": 1.0} if name == "max_scale" else {}
     with pytest.raises(AssertionError if value == 1.0 else ValueError):
         ours(**{name: value}, **more)
@@ -365,7 +365,7 @@ def test_the_scale_follows_torchs(overflows, interval, factor):
         assert torch.equal(ones[0].w, ones[1].w)
 
 
-def test_floor_and_ceiling():
+def test_the_scale_stays_between_floor_and_ceiling():
     one = One()
     scaler = ours(init_scale=8.0, min_scale=4.0, max_scale=16.0, growth_interval=1)
     scales = []

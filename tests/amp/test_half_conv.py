@@ -88,7 +88,7 @@ def test_gradients_are_those_of_float64_rounded(name, deterministic):
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))
-def test_output_mask(wanted):
+def test_only_the_gradients_that_are_asked_for_are_computed(wanted):
     drawn = case()
     each = [drawn.backward(dtype, wanted) for dtype in (None, torch.float32, torch.float64)]
     for asked, a, f, e in zip(wanted, *each, strict=True):
@@ -161,7 +161,7 @@ def test_autograd_and_double_backward(dtype, precision, kernel):
     ],
     ids=["3x3", "1x1", "transposed", "groups"],
 )
-def test_autocast(make, inside, dtype):
+def test_parameters_under_autocast_get_gradients_rounded_once(make, inside, dtype):
     """FP32 parameters get FP32 gradients, made from half ones that were rounded once."""
     layer, x = make().to(memory_format=LAST), torch.randn(2, 3, 8, 8)
     with torch.autocast("cpu", dtype):
@@ -275,7 +275,7 @@ def test_traced_code_is_the_same():
         assert make_fx(model)(x).code == with_ours
 
 
-def test_threads_compute_meanwhile():
+def test_threads_compute_right_while_kernels_are_exchanged():
     model, x = convolution()
 
     def gradient():

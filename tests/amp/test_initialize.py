@@ -33,7 +33,7 @@ def test_what_is_given_is_returned(level):
         assert [*map(id, returned)] == [*map(id, pair)]
 
 
-def test_disabled_changes_nothing():
+def test_initialize_that_is_disabled_changes_nothing():
     model = nn.Linear(2, 2)
     optimizer = sgd(model)
     assert amp.initialize(model, enabled=False) is model

@@ -122,16 +122,6 @@ def test_weights_loaded_before_the_first_step_are_in_checkpoints_and_copies(make
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
-def test_masters_that_somebody_looks_at_have_followed_the_model(level):
-    training = Training("SGD").initialize(level)
-    model = training.model
-    for scale in (0.5, 0.25):
-        model.load_state_dict({k: v * scale for k, v in model.state_dict().items()})
-        assert_masters_are_the_weights(training.masters(), model)
-        training.step(0)
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 @pytest.mark.parametrize("edited", [False, True])
 def test_the_master_of_a_parameter_that_is_frozen_for_a_while(edited, order, level):

@@ -24,7 +24,7 @@ def training(optimizer=torch.optim.AdamW, level="O2", **options):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_too_many_skipped_steps(level, optimizer, caplog):
+def test_too_many_skipped_steps_in_a_row_raise(level, optimizer, caplog):
     run = training(optimizer, level)
     run.step(0)
     before = run.masters()
@@ -114,7 +114,9 @@ SKIPS = [  # where, options, whether a step with a NaN changes nothing; and with
 
 @pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
 @pytest.mark.parametrize(("level", "options", "fused", "own_step"), SKIPS)
-def test_who_skips(kind, level, options, fused, own_step, caplog):
+def test_steps_with_nan_are_skipped_where_the_level_or_the_user_says(
+    kind, level, options, fused, own_step, caplog
+):
     skips = fused if kind == "AdamW" else own_step
     if skips is None:
         pytest.skip("an option of fused optimizers")

@@ -13,7 +13,15 @@ from torch import nn
 from ampfuse import amp, optim
 from ampfuse.optim.upgrade import GenericOptimizer
 from cases import LEVELS, assert_same_bits, f32, same_bits, snapshot
-from trainings import WITH_MASTERS, Delegates, KeptInFloat32, Training, follows_plain_torch
+from trainings import (
+    WITH_MASTERS,
+    Delegates,
+    KeptInFloat32,
+    Training,
+    assert_follows,
+    assert_masters_round_to_weights,
+    losses_beside_plain_torch,
+)
 
 
 class Subclass(torch.optim.AdamW):
@@ -50,8 +58,14 @@ SPLIT = [
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_follows_plain_torch(name, level):
-    training = follows_plain_torch(OPTIMIZERS[name], level, in_pure_fp16=name in IN_PURE_FP16)
+    training, losses, expected = losses_beside_plain_torch(OPTIMIZERS[name], level)
     assert isinstance(training.optimizer, GenericOptimizer) == (name not in FUSED)
+    if level == "O0" and name not in FUSED:
+        assert losses == expected
+    if level != "O3" or name in IN_PURE_FP16:
+        assert_follows(losses, expected, level)
+    if level in WITH_MASTERS:
+        assert_masters_round_to_weights(training)
 
 
 class OwnArguments(torch.optim.SGD):

@@ -78,7 +78,7 @@ def some(*dtypes):
 
 @pytest.mark.parametrize("chunk", [65536, 333, 33333])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_scale(bad, chunk, flag):
+def test_scale_sets_the_flag_for_bad_inputs_alone(bad, chunk, flag):
     """A bad input sets the flag and nothing clears it. A result that overflows does not set it."""
     x, y = some(f16, bf16, f32), some(f32, f16, bf16)
     apply = MultiTensorApply(chunk)
@@ -130,7 +130,7 @@ def test_integers_are_as_torch_has_them(dtype, flag):
 
 
 @pytest.mark.parametrize("name", ["l2norm", "l2norm_mp"])
-def test_l2norm(name, flag):
+def test_l2norm_is_that_of_float64_and_sets_the_flag(name, flag):
     x = some(f16, bf16, f32)
     norm, norms = call(name, flag, [x], (True,))
     exact = torch.stack([torch.linalg.vector_norm(t.double()) for t in x])
@@ -209,7 +209,7 @@ def test_memory_order(flag):
         ([[torch.ones(2, device="meta")], [torch.ones(2)]], "not for meta"),
     ],
 )
-def test_errors(lists, message, flag):
+def test_tensors_that_do_not_fit_are_refused(lists, message, flag):
     with pytest.raises(RuntimeError, match=message):
         call("scale", flag, lists, (1.0,))
 
@@ -345,7 +345,7 @@ def lamb_apply(params, updates, has_ratio):
 @pytest.mark.parametrize(("late", "first"), list(itertools.product((False, True), (False, True))))
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
-def test_sgd(dtype, momentum, nesterov, late, first, models, device):
+def test_sgd_follows_apexs_formula(dtype, momentum, nesterov, late, first, models, device):
     kind = f32 if models else dtype
     lists = [randn(dtype, device), randn(kind, device), randn(kind, device)]
     dampening = 0.0 if nesterov else 0.3
@@ -401,7 +401,7 @@ def test_sgd_without_decay_does_not_read_the_weights(dtype, device):
     ("name", "set_flag"),
     [("adam", 0), ("adam", 1), ("adam_capturable", 0), ("adam_capturable_master", 0)],
 )
-def test_adam(name, set_flag, dtype, mode, bc, device):
+def test_adam_follows_apexs_formula(name, set_flag, dtype, mode, bc, device):
     """The first ignores the flag; the others unscale the gradients."""
     master, capturable = name.endswith("master"), name != "adam"
     lists = [randn(dtype, device), *moments(dtype, device=device)]
@@ -430,7 +430,7 @@ def test_adam(name, set_flag, dtype, mode, bc, device):
 
 @pytest.mark.parametrize("mode", [0, 1])
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
-def test_adagrad(dtype, mode, device):
+def test_adagrad_follows_apexs_formula(dtype, mode, device):
     lists = [randn(dtype, device), randn(dtype, device), rand(dtype, device)]
     expected = after(reference.apex_adagrad, lists, ["sum"], adagrad_w_mode=mode)
     amp_C.multi_tensor_adagrad(333, flag_of(1, device), lists, LR, EPS, mode, WD)
@@ -441,7 +441,7 @@ def test_adagrad(dtype, mode, device):
     ("mode", "bc", "averaging", "kind"), list(itertools.product((0, 1), (0, 1), (0, 1), (0, 2)))
 )
 @pytest.mark.parametrize("dtype", [f32, f16])
-def test_novograd(dtype, mode, bc, averaging, kind, device):
+def test_novograd_follows_apexs_formula(dtype, mode, bc, averaging, kind, device):
     lists = [randn(dtype, device), randn(dtype, device), randn(dtype, device)]
     norms = torch.rand(len(SIZES), device=device) + 1
     flags = {"bias_correction": bc, "grad_averaging": averaging, "norm_type": kind}
@@ -475,7 +475,9 @@ def test_novograd(dtype, mode, bc, averaging, kind, device):
     [(name, kind, kind) for name in ("lamb", "lamb_mp") for kind in (f32, f16)]
     + [("lamb_mp", low, f32) for low in (f16, bf16)],
 )
-def test_lamb(name, low, high, mode, bc, averaging, wd, nvlamb, largest, device):
+def test_lamb_follows_apexs_formula(
+    name, low, high, mode, bc, averaging, wd, nvlamb, largest, device
+):
     """The norms are of the updates as they are rounded into the gradients."""
     lists = [randn(low, device), *moments(high, high, device)]
     lists[1][0].zero_()
@@ -516,7 +518,7 @@ def test_lamb_clips_to_a_norm_of_zero(norm, gradients, device):
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product((f32, f16), repeat=3)))
-def test_lamb_in_stages(kinds, device):
+def test_lamb_in_stages_follows_apexs_formula(kinds, device):
     low, high, out = kinds
     lists = [randn(low, device), randn(high, device), randn(high, device), rand(high, device)]
     start, kept = exact(lists), copies(lists[:2])
@@ -674,7 +676,7 @@ def test_numbers_that_do_not_fit(name, place, message):
 @pytest.mark.parametrize("bias_correction", [0, 1])
 @pytest.mark.parametrize(("dtype", "of_grad"), [(f32, f16), (f32, f32), (f64, f64)])
 @pytest.mark.parametrize("name", ["adam", "reversible_adam", "adam_mt", "reversible_adam_mt"])
-def test_fused_adam_cuda(name, dtype, of_grad, bias_correction, mode):
+def test_fused_adam_cuda_steps_copies_and_undoes(name, dtype, of_grad, bias_correction, mode):
     torch.manual_seed(0)
     p, m = torch.randn(6, dtype=dtype), torch.randn(6, dtype=dtype) * 0.1
     v, g, copy = torch.rand(6, dtype=dtype), torch.randn(6).to(of_grad), torch.empty(6).to(of_grad)

@@ -63,7 +63,7 @@ def launches_for_new_states(name, mode):
         if not (is_quantized(mode) and name in NOT_QUANTIZABLE)
     ],
 )
-def test_a_step(name, mode, clip, launches):
+def test_a_step_has_the_expected_launches(name, mode, clip, launches):
     make, expected = STEPS[name]
     params = parameters(torch.float32 if mode == "FP32" else torch.bfloat16)
     optimizer = make(params, max_grad_norm=clip, **MODES.get(mode, {}))
@@ -79,7 +79,7 @@ def test_a_step(name, mode, clip, launches):
 
 @steps
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_step_of_a_grad_scaler(make, expected, clip, launches):
+def test_a_scalers_step_launches_as_many_and_its_update_one(make, expected, clip, launches):
     params = parameters()
     optimizer = make(params, max_grad_norm=clip)
     scaler = ampfuse.GradScaler("cpu", init_scale=8.0)
@@ -93,7 +93,7 @@ def test_a_step_of_a_grad_scaler(make, expected, clip, launches):
 @steps
 @pytest.mark.parametrize("level", ["O0", "O2", "O5", "O5 split"])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_under_scale_loss(make, expected, level, clip, launches):
+def test_a_step_under_scale_loss_launches_as_many(make, expected, level, clip, launches):
     """The backward pass inspects, so the step only prepares: as many launches."""
     model = nn.Sequential(nn.Linear(8, 200), nn.ReLU(), nn.Linear(200, 3))
     optimizer = make(model.parameters(), max_grad_norm=clip)
@@ -123,7 +123,7 @@ def test_larc_that_is_switched_off_measures_nothing(launches):
 
 
 @pytest.mark.parametrize("tensors", [1, 50])
-def test_lists(tensors, launches):
+def test_an_operation_on_a_list_is_one_launch(tensors, launches):
     """An operation on a list is one launch, and so is a norm of each tensor."""
     x = [torch.randn(1000) for _ in range(tensors)]
     found_inf = torch.zeros(1)
@@ -171,7 +171,7 @@ def operations(body):
     ids=["a span", "spans", "many spans", "frozen"],
 )
 @pytest.mark.parametrize("residual", [False, True])
-def test_a_batch_norm(residual, height, training, expected, launches):
+def test_a_batch_norm_launches_sums_and_map(residual, height, training, expected, launches):
     """Forward: sums, whose last blocks finish them, and the map; backward the same. Sums over very
     many rows are finished by a launch of their own. torch computes nothing in between.
     """

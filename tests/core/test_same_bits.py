@@ -208,7 +208,7 @@ NARROWER = ISAS[_core.C.cpu_isa()][:-1]
 
 
 @pytest.mark.parametrize("isa", [pytest.param(isa, marks=SLOW.get(isa, ())) for isa in NARROWER])
-def test_instruction_sets(expected, isa):
+def test_instruction_sets_give_the_same_bits(expected, isa):
     run = python(__file__, AMPFUSE_CPU_ISA=isa)
     assert run.returncode == 0, run.stderr
     used, hashes = json.loads(run.stdout)
@@ -231,7 +231,7 @@ def test_an_unknown_instruction_set_is_refused():
         *(pytest.param(cuda, marks=pytest.mark.gpu) for cuda in ("cuda:0", "cuda:1")),
     ],
 )
-def test_cuda(expected, device, monkeypatch):
+def test_the_cuda_kernels_give_the_same_bits(expected, device, monkeypatch):
     """The second GPU is not the current one."""
     if device == "emulated":
         monkeypatch.setattr(_core, "C", emulated_module())

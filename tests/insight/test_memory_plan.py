@@ -209,7 +209,7 @@ def test_eight_billion_parameters_are_planned_on_any_machine():
 @pytest.mark.parametrize(
     ("budget", "says"), [("1GB", "O5 fits as it is."), ("5kB", "Nothing here fits: at"), (None, "")]
 )
-def test_the_suggestion(budget, says):
+def test_a_budget_has_a_suggestion(budget, says):
     plan = ampfuse.plan(nn.Linear(64, 64), torch.randn(4, 64), budget=budget, device="cpu")
     assert plan.suggestion.startswith(says)
     assert bool(plan.suggestion) == bool(budget)
@@ -230,7 +230,7 @@ def test_the_smallest_change_is_named():
 
 
 @pytest.mark.parametrize(("level", "levels"), [("O0", ["O0"]), ("O2", ["O0", "O1", "O2"])])
-def test_levels(level, levels):
+def test_a_plan_has_the_levels_that_are_asked_for(level, levels):
     plan = ampfuse.plan(nn.Linear(64, 64), torch.randn(4, 64), opt_level=level, device="cpu")
     assert [mode for mode in plan.held if not mode.startswith("+")] == levels
     assert ('+ master_weights="split"' in plan.held) == (level == "O2")
@@ -247,7 +247,7 @@ def test_levels(level, levels):
         (lambda params: ampfuse.optim.AdamW(params, state_dtype="bf16"), 4),
     ],
 )
-def test_optimizers(optimizer, states):
+def test_a_plan_counts_the_states_of_each_optimizer(optimizer, states):
     plan = ampfuse.plan(nn.Linear(64, 64), torch.randn(4, 64), optimizer, device="cpu")
     assert {row["states"] for mode, row in plan.held.items() if mode[0] == "O"} == {states * 4160}
 
@@ -286,7 +286,7 @@ def test_gradients_that_accumulate_live_throughout():
     assert two["peak"] > one["peak"] + one["gradients"]
 
 
-def test_nothing_changes(monkeypatch):
+def test_planning_changes_nothing(monkeypatch):
     make, loss_function, batch_of = CASES["images"]
     model, batch = make(), batch_of()
     before, latest = copy.deepcopy(model.state_dict()), session._latest
@@ -342,7 +342,7 @@ def test_a_plan_refuses_a_model_under_amp():
         ampfuse.plan(model, torch.randn(2, 4))
 
 
-def test_the_command():
+def test_the_command_plans_models_by_name():
     pytest.importorskip("timm")
     pytest.importorskip("transformers")
     sizes = "hidden_size=64 num_hidden_layers=2 num_attention_heads=4 intermediate_size=128"

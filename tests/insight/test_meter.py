@@ -237,7 +237,7 @@ def test_planted_problems_are_found_and_no_others(dtype, options, expected):
         assert tensors == "  100% of the updates lost since step 1: layer0, layer2"
 
 
-def test_report():
+def test_the_report_lists_readings_and_problems():
     report = layers(f16, gradients=[1, 1e-6, 1e-9]).meter.report().splitlines()
     assert report[0] == "Step 7"
     assert report[1].split()[:3] == ["parameter", "weights", "type"]

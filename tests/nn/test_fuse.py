@@ -77,7 +77,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks(name, calls, hardware):
+def test_networks_are_fused_whole_and_compute_the_same(name, calls, hardware):
     make, side, with_add, with_relu, alone = NETWORKS[name]
     model = make(name).to(hardware, memory_format=torch.channels_last)
     images = last(torch.randn(2, 1 if name == "digits" else 3, side, side)).to(hardware)
@@ -184,7 +184,7 @@ FORWARDS = {
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_forwards(name):
+def test_each_forward_is_fused_as_far_as_it_can_be(name):
     forward, what, *attributes = FORWARDS[name]
     _, report = check(module(forward, *attributes), X)
     assert report.fused["norm"] == what
@@ -387,7 +387,7 @@ def test_what_wraps_a_model(wrap, one_process):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("several", [False, True])
-def test_initialize(level, several, calls, caplog):
+def test_initialize_fuses_on_request(level, several, calls, caplog):
     models = [nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(2)]
     given = models if several else models[0]
     caplog.set_level("INFO", "ampfuse.amp")

@@ -161,7 +161,7 @@ def test_models_as_people_write_them(name):
         ([], set()),
     ],
 )
-def test_parts(parts, fused):
+def test_only_the_named_parts_are_fused(parts, fused):
     model = nn.Sequential(PreNorm(nn.LayerNorm), nn.Linear(24, 40), nn.GELU())
     x = torch.randn(3, 5, 24)
     expected = step_and_evaluation(model, [x])
@@ -239,7 +239,7 @@ def permutations(model, x, **named):
 
 
 @pytest.mark.parametrize("attention", [*TAKEN_APART, Written, UsedWhole, AnotherDimension])
-def test_attention(attention):
+def test_attention_keeps_its_bits_and_splits_where_it_was_taken_apart(attention):
     model, x = attention(), torch.randn(3, 5, 24)
     expected, fused = step_and_evaluation(model, [x]), copy.deepcopy(model)
     report = fuse(fused, ["attention"])
@@ -284,7 +284,7 @@ def adds(model, *inputs, **named):
     ],
     ids=lambda named: ",".join(named),
 )
-def test_arguments_by_name(named, training):
+def test_arguments_by_name_reach_the_fused_model(named, training):
     model, x = Named(nn.LayerNorm).train(training), torch.randn(3, 5, 24)
     fused = copy.deepcopy(model)
     fuse(fused)
@@ -347,7 +347,7 @@ PATCHES = {
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", PATCHES)
-def test_patches(name, form):
+def test_only_embeddings_of_whole_patches_become_products(name, form):
     options, taken = PATCHES[name]
     model = embedding(**options).to(bf16, memory_format=form)
     x = torch.randn(2, 3, 25, 34).to(bf16, memory_format=form)  # not all of it in patches
@@ -536,7 +536,7 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_models_of_libraries(name):
+def test_models_of_libraries_are_fused_whole(name):
     library = LIBRARIES[name]
     side = library.side
     model = library.make().eval()
@@ -582,7 +582,7 @@ TRAININGS = {
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_at_each_level(name, level):
+def test_fused_models_train_alike_at_each_level(name, level):
     make, lr, batches, loss_of = TRAININGS[name]
     losses = {}
     for fused in (False, True):
@@ -603,7 +603,7 @@ def test_gradient_checkpointing_after_fusing():
     assert len(counts) == 2
 
 
-def test_encoder_layers_of_torch():
+def test_encoder_layers_of_torch_are_fused():
     layer = nn.TransformerEncoderLayer(24, 2, 48, norm_first=True, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train()
     report = fuse(model)

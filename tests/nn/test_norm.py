@@ -76,7 +76,7 @@ def test_agrees_with_float64(norm, dtype, add, weights, hardware):
 @of_every_norm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [SPAN - 1, SPAN, SPAN + 1, 3 * SPAN + 5, 17 * SPAN + 3])
-def test_long_rows(norm, dtype, columns, hardware):
+def test_long_rows_agree_with_float64(norm, dtype, columns, hardware):
     check((3, columns), dtype, norm, weights=dtype, device=hardware, tolerance=4.0)
 
 

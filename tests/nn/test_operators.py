@@ -65,7 +65,7 @@ def test_each_input_has_its_gradient_of_each_result(name):
 
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_second_derivative(name, dtype):
+def test_second_derivatives_are_those_of_torch(name, dtype):
     """By torch's operations, next to that in float64."""
 
     def of_a_penalty(inputs):

@@ -109,7 +109,7 @@ def test_memory_of_a_network_and_equal_steps(hardware):
     assert peaks[0] - peaks[1] > 5 * one_image  # the sixth is made while the rest is there
 
 
-def test_second_passes():
+def test_second_passes_have_the_same_bits():
     block, x = NormsAndConvolutions(4).to(memory_format=torch.channels_last), image(2, 4, 5, 5)
 
     results = []

@@ -96,7 +96,7 @@ def test_a_state_is_read_between_forward_and_backward(dtype):
     [(name, False) for name in (*KINDS, "sgd-momentum", "sgd-nesterov", "adamw-amsgrad")]
     + [("sgd-all", True), ("adamw", True)],
 )
-def test_hundreds_of_steps(name, larc, dtype, steps):
+def test_split_masters_stay_with_whole_ones_for_hundreds_of_steps(name, larc, dtype, steps):
     """Overflows, clipping, two passes a step, and a resume. FP16 stays where it is exact."""
     shapes, offset = ((300,), (3, 2, 5, 4), (7, 5), (1,)), 6.0 if dtype == f16 else 0.0
 
