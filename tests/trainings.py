@@ -13,7 +13,8 @@ from ampfuse.optim.base import AmpOptimizer
 from cases import f32, same_bits
 
 WITH_MASTERS = ("O2", "O5")
-# How far losses are from those in plain torch.
+# How far losses, which begin at 0.6, may be from those in plain torch. Those of test_upgrade.py are
+# 2e-7 from them in FP32, 8e-4 with FP16 and 5e-3 with BF16.
 PRECISION = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O3": 5e-3, "O4": 1e-2, "O5": 1e-2}
 
 

@@ -589,7 +589,9 @@ def test_fused_models_train_alike_at_each_level(name, level):
         torch.manual_seed(0)
         sgd = partial(torch.optim.SGD, lr=lr)
         losses[fused] = losses_at(level, make(), sgd, batches(), loss_of, fuse=fused)
-    assert losses[True] == pytest.approx(losses[False], rel=0.03)
+    # Measured: 4e-7 in FP32, 1.4e-3 with FP16, and 0.016 with BF16.
+    bound = {"O0": 1e-6, "O1": 3e-3, "O2": 3e-3}.get(level, 0.03)
+    assert losses[True] == pytest.approx(losses[False], rel=bound)
     assert name == "ViT" or losses[True][-1] < losses[True][0] / 2
 
 
