@@ -465,7 +465,7 @@ def test_torchs_steps_where_it_saw_no_gradient(level):
 @pytest.mark.parametrize(
     "given", [nn.Linear(1, 1), [nn.Parameter(torch.ones(1))]], ids=["model", "list"]
 )
-def test_what_takes_the_optimizer_and_got_something_else(what, given):
+def test_a_grad_scaler_refuses_what_is_no_optimizer(what, given):
     scaler = ours()
     scaler.scale(torch.ones(()))
     arguments = (1.0,) if what == "clip_grad_norm_" else ()
@@ -474,7 +474,7 @@ def test_what_takes_the_optimizer_and_got_something_else(what, given):
 
 
 @pytest.mark.gpu
-def test_the_host_never_waits():
+def test_the_host_never_waits_for_a_grad_scaler():
     model = network().cuda().half()
     optimizer = ampfuse.optim.AdamW(model.parameters(), lr=0.01, master_weights=True)
     scaler = ampfuse.GradScaler()

@@ -78,14 +78,14 @@ def enter(*arguments):
 
 
 @pytest.mark.parametrize("case", MISTAKEN)
-def test_what_takes_the_optimizer_and_got_something_else(case):
+def test_functions_refuse_what_is_no_optimizer(case):
     mistake, call = MISTAKEN[case]
     with pytest.raises(TypeError, match=f"takes the optimizer, not .*: write {re.escape(call)}"):
         mistake(*initialized("O2"))
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_scale_loss_without_with(enabled):
+def test_scale_loss_without_with_is_an_error(enabled):
     model, optimizer = initialized("O5", enabled=enabled)
     block = amp.scale_loss(model(torch.ones(1)).sum(), optimizer)
     with pytest.raises(

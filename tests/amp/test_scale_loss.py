@@ -618,7 +618,7 @@ def test_loss_scaler_attributes_that_scripts_read_and_set():
 
 @pytest.mark.gpu
 @levels
-def test_the_host_never_waits(level):
+def test_the_host_never_waits_under_scale_loss(level):
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)

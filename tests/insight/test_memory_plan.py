@@ -263,7 +263,7 @@ def test_options_of_the_optimizer_are_kept():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, ampfuse.optim.AdamW])
-def test_a_group_may_have_its_own_type_of_states(kind):
+def test_a_plan_counts_the_types_of_states_of_each_group(kind):
     def make(params):
         groups = [{"params": params[:1], "state_dtype": "bf16"}, {"params": params[1:]}]
         return kind(groups)

@@ -106,7 +106,7 @@ def test_eight_bit_states_have_scales_and_small_ones_stay_fp32():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, ampfuse.optim.AdamW])
-def test_a_group_may_have_its_own_type_of_states(kind):
+def test_a_report_counts_the_types_of_states_of_each_group(kind):
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     groups = [{"params": model[0].parameters(), "state_dtype": "8bit"}]
     optimizer = kind([*groups, {"params": model[1].parameters()}])

@@ -55,7 +55,7 @@ def check(logits, target, weight=None, **options):
     ],
 )
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_agrees_with_float64(dtype, rows, classes, smoothing, hardware):
+def test_cross_entropy_agrees_with_float64(dtype, rows, classes, smoothing, hardware):
     target = targets_of(rows, classes).to(hardware)
     check(logits_of(rows, classes, dtype, device=hardware), target, label_smoothing=smoothing)
 

@@ -468,7 +468,7 @@ def test_rms_norms_of_others_are_known_by_what_they_compute(name):
 
 @pytest.mark.parametrize("make", [partial(PreNorm, nn.LayerNorm), Gated, Functions, *TAKEN_APART])
 @compilers
-def test_compiles_in_one_graph(backend, make):
+def test_fused_models_compile_in_one_graph(backend, make):
     model, x = make(), torch.randn(4, 5, 24)
     fuse(model)
     expected = step_and_evaluation(model, [x])

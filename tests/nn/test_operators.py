@@ -126,7 +126,7 @@ def assert_compiles_in_one_graph(step, inputs, backend, tolerance):
 
 @pytest.mark.parametrize("name", NAMES)
 @compilers
-def test_compiles_in_one_graph(name, backend):
+def test_each_layer_compiles_in_one_graph(name, backend):
     call = OPERATORS[name]
 
     def step(*inputs):
@@ -199,7 +199,7 @@ def test_a_convolution_of_patches(dtype, error, form, of_weight):
 
 
 @compilers
-def test_they_compile_in_one_graph(backend):
+def test_splits_and_patches_compile_in_one_graph(backend):
     def step(packed, image, weight):
         q, k, v = split_qkv(packed, 2)
         total = F.scaled_dot_product_attention(q, k, v).square().sum()
