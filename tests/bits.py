@@ -39,7 +39,6 @@ from cases import (
     KINDS,
     LEVELS,
     MODES,
-    NOT_QUANTIZABLE,
     OPTIMIZERS,
     bf16,
     clean_apex_names,
@@ -48,8 +47,8 @@ from cases import (
     f16,
     f32,
     fractions,
+    has_mode,
     integers,
-    is_quantized,
     make,
     nn_ops,
     with_whole_masters,
@@ -493,7 +492,7 @@ def registered_runs() -> dict[str, Callable[[], Any]]:
         skipping = {"skip_nonfinite": True, "max_grad_norm": 0.5, "infinite": True}
         add(f"alone {name} skipping", without_scaler, name, master_weights=True, **skipping)
         for title, options in MODES.items():
-            if not (is_quantized(title) and name in NOT_QUANTIZABLE):
+            if has_mode(name, title):
                 add(
                     f"scaler {name} {title}",
                     with_scaler,

@@ -139,12 +139,11 @@ MODES = {
     "stochastic bf16 ema": {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9},
 }
 
-NOT_QUANTIZABLE = ("lamb", "novograd-decay")  # of KINDS, those whose states cannot be quantized
 
-
-def is_quantized(mode):
-    """Whether a mode of `MODES` quantizes states."""
-    return MODES.get(mode, {}).get("state_dtype") in QUANTIZED
+def has_mode(name, mode):
+    """Whether an optimizer has a mode of `MODES`. Those of two of KINDS cannot be quantized."""
+    quantizes = MODES.get(mode, {}).get("state_dtype") in QUANTIZED
+    return not (quantizes and name in ("lamb", "novograd-decay"))
 
 
 # (dtype of gradients, dtype of model weights). Autograd gives gradients of the weight's dtype; for

@@ -14,14 +14,13 @@ from cases import (
     KINDS,
     LEVELS,
     MODES,
-    NOT_QUANTIZABLE,
     QUANTIZED,
     bf16,
     bits,
     digest,
     f16,
     f32,
-    is_quantized,
+    has_mode,
     make,
     slow_in_emulation,
 )
@@ -63,7 +62,7 @@ METERED += [(bf16, "split"), (bf16, "stochastic bf16 ema")]
     [
         (name, dtype, mode)
         for name, (dtype, mode) in itertools.product(KINDS, METERED)
-        if not (is_quantized(mode) and name in NOT_QUANTIZABLE)
+        if has_mode(name, mode)
     ],
 )
 def test_counts_are_those_of_snapshots(name, dtype, mode, device):

@@ -24,7 +24,6 @@ from ampfuse._schema import STORAGES
 from cases import (
     KINDS,
     MODES,
-    NOT_QUANTIZABLE,
     QUANTIZED,
     assert_same,
     bf16,
@@ -32,7 +31,7 @@ from cases import (
     copy_weights,
     f16,
     f32,
-    is_quantized,
+    has_mode,
     make,
     most_allocated,
     params_of,
@@ -494,9 +493,9 @@ def test_swapping_averages_in_and_out(mode):
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *itertools.product(QUANTIZABLE, (*MODES, *WHOLE)),
-        *((name, mode) for name in NOT_QUANTIZABLE for mode in WHOLE),
-        *((name, mode) for name in NOT_QUANTIZABLE for mode in MODES if not is_quantized(mode)),
+        (name, mode)
+        for name, mode in itertools.product((*KINDS, "adamw-amsgrad"), (*MODES, *WHOLE))
+        if has_mode(name, mode)
     ],
 )
 def test_resumed_and_copied_optimizers_go_on_with_the_same_bits(name, mode):
