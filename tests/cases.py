@@ -1,22 +1,29 @@
-"""The table of optimizers and dtypes that the tests share, and small helpers. (`trainings.py` has
-whole trainings, which also run on older versions.)
+"""The table of optimizers and dtypes that the tests share, and small helpers.
+
+`bits.py`, which imports it, also runs on older versions of ampfuse.
 """
 
 import contextlib
 import copy
 import hashlib
+import importlib.util
 import inspect
 import io
 import itertools
+import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import reference
-from ampfuse import amp, cpu_half_ops, hardware, optim
+from ampfuse import _core, amp, cpu_half_ops, hardware, optim
 from ampfuse._schema import STORAGES
+from ampfuse.amp import function_casts
 from ampfuse.measuring import tensor_memory
+from ampfuse.optim.masters import joined_master
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -118,6 +125,27 @@ OPTIMIZERS = _optimizers()
 TORCH_KINDS = ("sgd-all", "adam-all", "adamw", "adagrad-all")
 KINDS = (*TORCH_KINDS, "lamb", "novograd-decay", "lion-decay")
 
+# How masters and states may be kept; see ampfuse.optim.Options.
+MODES = {
+    "split": {"master_weights": "split"},
+    **{name: {"master_weights": True, "state_dtype": name} for name in QUANTIZED},
+    "bf16": {"master_weights": True, "state_dtype": "bf16", "seed": 3},
+    "stochastic": {"rounding": "stochastic", "seed": 2**32 - 1},
+    "ema": {"master_weights": True, "ema_decay": 0.9},
+    **{
+        f"split {name} ema": {"master_weights": "split", "state_dtype": name, "ema_decay": 0.9}
+        for name in QUANTIZED
+    },
+    "stochastic bf16 ema": {"rounding": "stochastic", "state_dtype": "bf16", "ema_decay": 0.9},
+}
+
+
+def has_mode(name, mode):
+    """Whether an optimizer has a mode of `MODES`. Those of two of KINDS cannot be quantized."""
+    quantizes = MODES.get(mode, {}).get("state_dtype") in QUANTIZED
+    return not (quantizes and name in ("lamb", "novograd-decay"))
+
+
 # (dtype of gradients, dtype of model weights). Autograd gives gradients of the weight's dtype; for
 # others see set_grad.
 DTYPES = tuple(itertools.product((f32, f16, bf16), (f32, f16, bf16)))
@@ -164,6 +192,68 @@ class Plain(torch.optim.Optimizer):
         return loss
 
 
+# --- where tests run ------------------------------------------------------------------------------
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+# In emulation in CI alone: of kernels that tests/cpp compares in the quick tests, and that are many
+# times slower there.
+slow_in_emulation = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("emulated", marks=pytest.mark.slow), GPU], indirect=True
+)
+
+# Inductor compiles C++.
+compilers = pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+
+_EMULATED = Path(__file__).parent / f"_C_emulated{sysconfig.get_config_var('EXT_SUFFIX')}"
+_modules = {}
+
+
+def emulated_module():
+    """The extension in which CPU tensors go to the CUDA kernels, run on the host (host_cuda/)."""
+    if not _EMULATED.exists():
+        pytest.skip("the emulated CUDA module is built with AMPFUSE_HOST_EMULATION=ON only")
+    if "emulated" not in _modules:
+        spec = importlib.util.spec_from_file_location("_C_emulated", _EMULATED)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        _modules["emulated"] = module
+    return _modules["emulated"]
+
+
+def nn_ops():
+    """The fused layers' operators, of the module in force."""
+    in_emulation = _core.C is _modules.get("emulated")
+    return torch.ops.ampfuse_emulated if in_emulation else torch.ops.ampfuse
+
+
+def _apex_modules():
+    from ampfuse.compat.apex.installing import EXTENSIONS
+
+    return {n: m for n, m in sys.modules.items() if n.split(".")[0] in ("apex", *EXTENSIONS)}
+
+
+@contextlib.contextmanager
+def clean_apex_names():
+    """What a block installs under apex's names, and the state of amp, end with it."""
+    from ampfuse.compat import apex
+
+    before = _apex_modules()
+    state = apex.amp._amp_state
+    try:
+        yield
+    finally:
+        if hasattr(state, "handle"):
+            state.handle._deactivate()
+        function_casts.restore_registered()
+        state.hard_override = state.allow_incoming_model_not_fp32 = False
+        for name in _apex_modules():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
 # --- parameters and steps -------------------------------------------------------------------------
 
 
@@ -171,6 +261,20 @@ def parameters(shapes, *dtypes, device="cpu"):
     """Return a parameter of each shape; the dtypes take turns."""
     pairs = zip(shapes, itertools.cycle(dtypes or (f32,)), strict=False)
     return [nn.Parameter(torch.randn(shape).to(device, dtype)) for shape, dtype in pairs]
+
+
+def integers(shape, seed, limit):
+    """Integers from -limit to limit, FP32, from a linear congruence."""
+    count = torch.Size(shape).numel()
+    values = (torch.arange(count) * 40503 + seed * 30011 + 7) % 8191 % (2 * limit + 1) - limit
+    return values.reshape(shape).to(f32)
+
+
+def fractions(shape, seed):
+    """FP32 values in (-1/2, 1/2) with more digits than half precision holds."""
+    count = torch.Size(shape).numel()
+    values = (torch.arange(count) * 2654435761 + seed * 97) % 1048573 - 524286
+    return values.reshape(shape).to(f32) / 2**20
 
 
 def params_of(optimizer):
@@ -247,6 +351,17 @@ def losses_at(level, model, make_optimizer, batches, loss_of, **options):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def with_whole_masters(optimizer):
+    """The state dict, with ``master_param`` in place of the remainders of split masters."""
+    state = optimizer.state_dict()
+    params = params_of(optimizer)
+    for i, values in state["state"].items():
+        if isinstance(values, dict) and "master_remainder" in values:
+            remainder = values.pop("master_remainder")
+            values["master_param"] = joined_master(params[i], remainder)
+    return state
 
 
 def history_of_norms(log_mean, log_variance=0.0):

@@ -1,18 +1,11 @@
 """For every test: a fixed seed, the devices to run on, and a reason where there is no GPU."""
 
-import contextlib
-import functools
 import gc
-import importlib.util
-import inspect
 import os
 import re
-import sys
-import sysconfig
 import tempfile
 from collections import defaultdict
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -26,6 +19,7 @@ import torch.distributed as dist
 
 from ampfuse import _core
 from ampfuse.amp import cast_state, function_casts
+from cases import GPU, emulated_module
 from programs import in_processes
 
 # With a workspace of its own for each stream, cuBLAS gives the same bits in every run.
@@ -37,15 +31,13 @@ _DRAWN = {"deadline": None, "max_examples": 60, "print_blob": True}
 settings.register_profile("same", **_DRAWN, derandomize=True, database=None)
 settings.register_profile("random", **_DRAWN, derandomize=False)
 
-_EMULATED = Path(__file__).parent / f"_C_emulated{sysconfig.get_config_var('EXT_SUFFIX')}"
-_modules = {}
-
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(config, items):
     choose_combinations(items)
-    # The longest files are in the last folders; where several processes take files, they begin.
-    items.sort(key=lambda item: item.path, reverse=True)
+    if hasattr(config, "workerinput"):
+        # The longest files are in the last folders; where several processes take files, they begin.
+        items.sort(key=lambda item: item.path, reverse=True)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -92,7 +84,8 @@ def superfluous(items, n):
 
 
 def is_quick(config):
-    return not re.search(r"(?<!not )\b(slow|exhaustive)\b", config.option.markexpr)
+    chosen = re.sub(r"\bnot (\w+|\([^()]*\))", "", config.option.markexpr)
+    return not re.search(r"\b(slow|exhaustive)\b", chosen)
 
 
 def pytest_configure(config):
@@ -135,53 +128,10 @@ def no_casts_stay():
     function_casts.restore_registered()
 
 
-def _apex_modules():
-    from ampfuse.compat.apex.installing import EXTENSIONS
-
-    return {n: m for n, m in sys.modules.items() if n.split(".")[0] in ("apex", *EXTENSIONS)}
-
-
-@contextlib.contextmanager
-def clean_apex_names():
-    """What a block installs under apex's names, and the state of amp, end with it."""
-    from ampfuse.compat import apex
-
-    before = _apex_modules()
-    state = apex.amp._amp_state
-    try:
-        yield
-    finally:
-        if hasattr(state, "handle"):
-            state.handle._deactivate()
-        function_casts.restore_registered()
-        state.hard_override = state.allow_incoming_model_not_fp32 = False
-        for name in _apex_modules():
-            del sys.modules[name]
-        sys.modules.update(before)
-
-
 @pytest.fixture(autouse=True)
 def one_thread():
     """Tests run side by side (pytest -n), on tensors too small to share out."""
     torch.set_num_threads(1)
-
-
-def emulated_module():
-    """The extension in which CPU tensors go to the CUDA kernels, run on the host (host_cuda/)."""
-    if not _EMULATED.exists():
-        pytest.skip("the emulated CUDA module is built with AMPFUSE_HOST_EMULATION=ON only")
-    if "emulated" not in _modules:
-        spec = importlib.util.spec_from_file_location("_C_emulated", _EMULATED)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        _modules["emulated"] = module
-    return _modules["emulated"]
-
-
-def nn_ops():
-    """The fused layers' operators, of the module in force."""
-    in_emulation = _core.C is _modules.get("emulated")
-    return torch.ops.ampfuse_emulated if in_emulation else torch.ops.ampfuse
 
 
 @pytest.fixture
@@ -198,9 +148,6 @@ def one_process():
     dist.destroy_process_group()
 
 
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-
-
 @pytest.fixture(params=["cpu", "emulated", GPU])
 def device(request):
     """The test runs on the CPU kernels, on the CUDA kernels in emulation and, with a GPU, there."""
@@ -208,42 +155,6 @@ def device(request):
         request.getfixturevalue("emulated")
         return torch.device("cpu")
     return torch.device(request.param)
-
-
-# In emulation in CI alone: of kernels that tests/cpp compares in the quick tests, and that are many
-# times slower there.
-slow_in_emulation = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("emulated", marks=pytest.mark.slow), GPU], indirect=True
-)
-
-
-# Inductor compiles C++.
-compilers = pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
-
-
-def on_ranks(*sizes):
-    """The test's body runs in each process of torch.distributed groups of these sizes, all but two
-    in slow runs alone; "cuda" is one process on a GPU. Processes take seconds to start, so that
-    the chosen tests of a file run in the same ones, and each reports its own errors.
-    """
-
-    def decorate(body):
-        def test(errors_by_rank):
-            for rank, errors in enumerate(errors_by_rank):
-                assert body.__name__ not in errors, f"rank {rank}: {errors[body.__name__]}"
-
-        functools.update_wrapper(test, body)
-        test.__signature__ = inspect.Signature(
-            [inspect.Parameter("errors_by_rank", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-        )
-        test.body = body
-        marks = {2: (), "cuda": pytest.mark.gpu}
-        params = [pytest.param(size, marks=marks.get(size, pytest.mark.slow)) for size in sizes]
-        return pytest.mark.parametrize("errors_by_rank", params, indirect=True)(test)
-
-    return decorate
 
 
 @pytest.fixture(scope="module")

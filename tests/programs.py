@@ -8,7 +8,9 @@ interpreter does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -27,6 +29,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo"])
@@ -200,6 +204,29 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str) -> None
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # gloo's threads now and then abort a process that ends by itself
+
+
+def on_ranks(*sizes):
+    """The test's body runs in each process of torch.distributed groups of these sizes, all but two
+    in slow runs alone; "cuda" is one process on a GPU. Processes take seconds to start, so that
+    the chosen tests of a file run in the same ones, and each reports its own errors.
+    """
+
+    def decorate(body):
+        def test(errors_by_rank):
+            for rank, errors in enumerate(errors_by_rank):
+                assert body.__name__ not in errors, f"rank {rank}: {errors[body.__name__]}"
+
+        functools.update_wrapper(test, body)
+        test.__signature__ = inspect.Signature(
+            [inspect.Parameter("errors_by_rank", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        )
+        test.body = body
+        marks = {2: (), "cuda": pytest.mark.gpu}
+        params = [pytest.param(size, marks=marks.get(size, pytest.mark.slow)) for size in sizes]
+        return pytest.mark.parametrize("errors_by_rank", params, indirect=True)(test)
+
+    return decorate
 
 
 if __name__ == "__main__":

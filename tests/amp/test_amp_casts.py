@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._pytree import register_pytree_node
 
-from amp_training import backward
 from ampfuse import amp, pytree
 from cases import LEVELS, bf16, f16, f32, f64, through_a_file
+from trainings import backward
 
 levels = pytest.mark.parametrize("level", LEVELS)
 LOW = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}

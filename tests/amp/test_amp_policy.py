@@ -27,7 +27,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("level", TABLE)
-def test_defaults_of_each_level(level):
+def test_each_level_has_its_defaults(level):
     p = make_policy(level)
     opt_level, brief, *defaults = dataclasses.astuple(p)
     assert opt_level == level
@@ -38,7 +38,7 @@ def test_defaults_of_each_level(level):
 
 
 @pytest.mark.parametrize("bad", ["02", "00", "o2", "o5", "O6", "O", "", None, 2, ["O2"]])
-def test_unknown_level(bad):
+def test_unknown_levels_are_refused(bad):
     with pytest.raises(RuntimeError, match="letter O"):
         make_policy(bad)
 
@@ -78,7 +78,7 @@ OVERRIDES = [
 
 
 @pytest.mark.parametrize(("name", "value", "casting", "autocasting"), OVERRIDES)
-def test_an_override(name, value, casting, autocasting):
+def test_an_override_is_taken_or_refused_by_its_level(name, value, casting, autocasting):
     for level in LEVELS:
         expected = autocasting if level in AUTOCASTING else casting
         if isinstance(expected, type):
@@ -95,7 +95,7 @@ def test_an_override(name, value, casting, autocasting):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [f16, bf16])
-def test_patch_torch_functions_type(level, dtype):
+def test_the_type_of_patched_functions_is_that_of_the_level(level, dtype):
     refused = pytest.raises(RuntimeError, match="patch_torch_functions_type")
     with contextlib.nullcontext() if dtype == TABLE[level][2] else refused:
         make_policy(level, patch_torch_functions_type=dtype)

@@ -17,11 +17,11 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
 
-from amp_training import backward
 from ampfuse import amp
 from ampfuse.amp import float32_output
 from ampfuse.amp.float32_output import Float32Output
 from cases import bf16, f16, f32, through_a_file
+from trainings import backward
 
 HALF = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
 CLASSES = 60

@@ -78,7 +78,7 @@ def test_promotion_takes_the_widest_type():
     assert inside(amp.promote_function(types), *given) == [f64] * 3
 
 
-def test_nested_arguments_and_what_is_not_a_tensor():
+def test_nested_arguments_are_cast_and_others_stay():
     x = torch.ones(1)
     seen = []
     function = amp.half_function(lambda *args, **kwargs: seen.append((args, kwargs)))
@@ -94,7 +94,7 @@ class Library:
 
 
 @pytest.mark.parametrize("name", CASTS)
-def test_registered(name):
+def test_a_registered_function_casts_from_the_next_initialize_on(name):
     _, register, to = CASTS[name]
     with pytest.raises(ValueError, match="missing"):
         register(Library, "missing")

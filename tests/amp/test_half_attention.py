@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampfuse import _core, cpu_half_ops
-from cases import ISAS, NEEDS_BF16, assert_torchs_own
-from conftest import compilers
+from cases import ISAS, NEEDS_BF16, assert_torchs_own, compilers
 from programs import python
 
 HALF = torch.bfloat16
@@ -130,7 +129,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cases(name):
+def test_each_attention_is_right(name):
     tokens, options = CASES[name]
     assert_right(Case(*(tokens if isinstance(tokens, tuple) else [tokens]), **options))
 
@@ -139,7 +138,7 @@ def test_cases(name):
     queries=st.integers(1, 300), keys=st.integers(1, 300), half_width=st.integers(1, 70),
     heads=st.integers(2, 3), layout=st.sampled_from(LAYOUTS), is_causal=st.booleans(),
 )  # fmt: skip
-def test_any_shape(queries, keys, half_width, heads, layout, is_causal):
+def test_attention_of_any_shape_is_right(queries, keys, half_width, heads, layout, is_causal):
     options = {"batch": 8, "heads": heads, "layout": layout, "is_causal": is_causal}
     assert_right(Case(queries, keys, width=2 * half_width, **options))
 
@@ -213,7 +212,7 @@ def test_autograd_and_compiled_code_come_to_it(backend, dynamic):
             assert torch.equal(ours, exact)
 
 
-def test_under_autocast():
+def test_it_computes_under_autocast_too():
     case = Case(70)
     with torch.autocast("cpu", dtype=HALF):
         y = F.scaled_dot_product_attention(case.q.float(), case.k.float(), case.v.float())

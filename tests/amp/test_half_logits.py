@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ampfuse import amp
 from cases import f32
-from conftest import on_ranks
+from programs import on_ranks
 
 CLASSES, BATCH, WORDS = 512, 4, 17
 LOGITS = BATCH * WORDS * CLASSES
@@ -329,7 +329,7 @@ def test_no_fp32_tensor_is_as_large_as_the_logits(level, run, loss):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("net", NETS)
-def test_checkpointed_parts(level, net):
+def test_checkpointed_parts_make_no_fp32_logits(level, net):
     model = initialized(level, NETS[net])
     check(level, "flatten", model, model, ce)
 
@@ -338,7 +338,7 @@ def test_checkpointed_parts(level, net):
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("run", INDUCTOR)
 @pytest.mark.parametrize("loss", ["flatten", "shifted, float", "log_softmax"])
-def test_inductor(level, run, loss):
+def test_inductor_makes_no_fp32_logits(level, run, loss):
     torch._dynamo.reset()
     model = initialized(level)
     check(level, loss, model, *INDUCTOR[run](model, LOSSES[loss]))
@@ -384,7 +384,7 @@ PARALLEL = {
 
 
 @on_ranks(2)
-def test_in_two_processes():
+def test_two_processes_make_no_fp32_logits():
     for level, loss in (("O2", "flatten"), ("O5", "shifted, float")):
         for name, run in PARALLEL.items():
             torch._dynamo.reset()

@@ -11,8 +11,7 @@ from torch import nn
 import ampfuse
 from ampfuse import amp, half_ops
 from ampfuse._core import EXTENSION as _C
-from cases import LEVELS, bf16, f16, f32, f64
-from conftest import compilers
+from cases import LEVELS, bf16, compilers, f16, f32, f64
 
 aten, has_kernel = torch.ops.aten, torch._C._dispatch_has_kernel_for_dispatch_key
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from amp_training import give_gradient, gradient_of, initialized, sgd, stepped
 from ampfuse import amp
 from cases import LEVELS, assert_same, bf16, f16, f32, f64
+from trainings import give_gradient, gradient_of, initialized, sgd, stepped
 
 levels = pytest.mark.parametrize("level", LEVELS)
 
@@ -33,7 +33,7 @@ def test_what_is_given_is_returned(level):
         assert [*map(id, returned)] == [*map(id, pair)]
 
 
-def test_disabled_changes_nothing():
+def test_initialize_that_is_disabled_changes_nothing():
     model = nn.Linear(2, 2)
     optimizer = sgd(model)
     assert amp.initialize(model, enabled=False) is model
@@ -78,14 +78,14 @@ def enter(*arguments):
 
 
 @pytest.mark.parametrize("case", MISTAKEN)
-def test_what_takes_the_optimizer_and_got_something_else(case):
+def test_functions_refuse_what_is_no_optimizer(case):
     mistake, call = MISTAKEN[case]
     with pytest.raises(TypeError, match=f"takes the optimizer, not .*: write {re.escape(call)}"):
         mistake(*initialized("O2"))
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_scale_loss_without_with(enabled):
+def test_scale_loss_without_with_is_an_error(enabled):
     model, optimizer = initialized("O5", enabled=enabled)
     block = amp.scale_loss(model(torch.ones(1)).sum(), optimizer)
     with pytest.raises(

@@ -15,13 +15,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 import reference
-from amp_training import (
+from ampfuse import amp
+from ampfuse.amp.scaler import LossScaler
+from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
+from trainings import (
+    WITH_MASTERS,
     Scalar,
+    assert_follows,
+    assert_masters_round_to_weights,
     backward,
-    follows_plain_torch,
     give_gradient,
     gradient_of,
     initialized,
+    losses_beside_plain_torch,
     make_two,
     scale,
     sgd,
@@ -30,9 +36,6 @@ from amp_training import (
     unskipped,
     weight,
 )
-from ampfuse import amp
-from ampfuse.amp.scaler import LossScaler
-from cases import LEVELS, assert_same, bf16, f16, f32, f64, never_waiting
 
 DYNAMIC = ("O1", "O2")
 inf, nan = math.inf, math.nan
@@ -83,7 +86,7 @@ def test_a_gradient_made_in_the_body_counts(level):
 
 
 @pytest.mark.parametrize("loss_id", [3, -1])
-def test_a_loss_that_was_not_announced(loss_id):
+def test_a_loss_that_was_not_announced_is_refused(loss_id):
     model, optimizer = initialized("O2", num_losses=3)
     with pytest.raises(IndexError, match="num_losses"):
         give_gradient(model, optimizer, loss_id=loss_id)
@@ -174,12 +177,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize(("level", "options"), MASTERS)
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD])
-def test_what_is_set_is_what_the_step_uses(change, level, options, kind):
+@pytest.mark.parametrize(
+    ("kind", "level", "options"),
+    [(torch.optim.SGD, *run) for run in MASTERS]
+    # A step of its own knows no split masters.
+    + [(torch.optim.ASGD, level, {}) for level in LEVELS],
+)
+def test_what_is_set_is_what_the_step_uses(change, kind, level, options):
     """Gradients may be set on weight or master; passes before and after add to them."""
-    if options and kind is torch.optim.ASGD:
-        return  # a step of its own knows no split masters
     call, expected = CHANGES[change]
     for case in itertools.product((False, True), repeat=3):
         of_master, before, after = case
@@ -197,7 +202,7 @@ def test_what_is_set_is_what_the_step_uses(change, level, options, kind):
 @levels
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("then_a_pass", [False, True])
-def test_gradients_of_ones_own_after_a_step(level, views, then_a_pass):
+def test_the_step_uses_gradients_of_ones_own_after_another(level, views, then_a_pass):
     """Views of a flat buffer are gradients that no pass has left."""
     model = nn.Linear(4, 4)
     nn.init.zeros_(model.weight)
@@ -263,7 +268,7 @@ def test_what_no_gradient_can_be_is_refused():
 
 
 @levels
-def test_what_no_step_takes_hinders_no_look_at_another(level):
+def test_a_sparse_gradient_does_not_block_reading_the_others(level):
     models, optimizer = make_two(level, together=True, loss_scale=8.0)
     backward(sum_of(models) * 0.25, optimizer)
     models[0].w.grad = torch.ones(1, dtype=models[0].w.dtype).to_sparse()
@@ -281,7 +286,7 @@ def test_what_no_step_takes_hinders_no_look_at_another(level):
 @levels
 @pytest.mark.parametrize("bad", [inf, -inf, nan])
 @pytest.mark.parametrize("loss_scale", ["dynamic", 4.0])
-def test_an_overflow(level, bad, loss_scale):
+def test_an_overflow_halves_a_dynamic_scale_and_skips_where_the_level_says(level, bad, loss_scale):
     """A dynamic scale halves; a static one stays, and only O4 and O5 skip."""
     is_dynamic = loss_scale == "dynamic"
     model, optimizer = initialized(level, kind=torch.optim.Adam, loss_scale=loss_scale)
@@ -510,10 +515,14 @@ CLIPS = {
 
 @levels
 @pytest.mark.parametrize("clip", CLIPS)
-def test_clipping(level, clip):
+def test_scaled_gradients_are_clipped_as_in_plain_torch(level, clip):
     """With SGD, so that the size of the gradients matters."""
     sgd = functools.partial(torch.optim.SGD, lr=1.0)
-    follows_plain_torch(sgd, level, clips=(CLIPS[clip], CLIPS["torch"]))
+    clips = CLIPS[clip], CLIPS["torch"]
+    training, losses, expected = losses_beside_plain_torch(sgd, level, clips)
+    assert_follows(losses, expected, level)
+    if level in WITH_MASTERS:
+        assert_masters_round_to_weights(training)
 
 
 @levels
@@ -609,7 +618,7 @@ def test_loss_scaler_attributes_that_scripts_read_and_set():
 
 @pytest.mark.gpu
 @levels
-def test_the_host_never_waits(level):
+def test_the_host_never_waits_under_scale_loss(level):
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -628,7 +637,7 @@ def test_the_host_never_waits(level):
 
 
 @levels
-def test_gradient_penalties(level):
+def test_gradient_penalties_have_the_gradients_of_fp32(level):
     """The code of docs/guide.md gives the gradients of FP32."""
     gradients = []
     for at in (level, None):

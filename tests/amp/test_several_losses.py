@@ -8,6 +8,7 @@ are those of apex's own tests of multiple models, losses and optimizers.
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,6 +29,18 @@ SET_UPS = {
     "2 models, 2 optimizers": ([(0,), (1,)], [(0,), (1,)]),
     "3 models, 2 optimizers": ([(0, 2), (1, 2)], [(0, 2), (1,)]),
 }
+
+
+class Overflow(NamedTuple):
+    """Where a gradient is inf; in the half weight or in the other."""
+
+    iteration: int
+    loss: int
+    model: int
+    half: bool
+
+
+OVERFLOWS = [Overflow(*of) for of in itertools.product((0, 1), (0, 1), (0, 1, 2), (True, False))]
 
 
 class PlainSGD(torch.optim.SGD):
@@ -101,7 +114,7 @@ def expected_run(set_up, bad):
 
 
 def amp_run(set_up, bad, level, kind, zero, shared):
-    """The same under amp, and the loss scales; `bad` names the model too, and which weight."""
+    """The same under amp, and the loss scales; `bad` is an Overflow or None."""
     models, optimizers, reached = start(set_up, OPTIMIZERS[kind])
     scalers = 1 if shared else len(reached)
     options = {"loss_scale": "dynamic", "num_losses": scalers, "init_scale": SCALE, "verbosity": 0}
@@ -112,8 +125,8 @@ def amp_run(set_up, bad, level, kind, zero, shared):
             with amp.scale_loss(loss, reached[i], loss_id=0 if shared else i) as scaled:
                 scaled.backward()
                 if bad and bad[:2] == (iteration, i):
-                    _, _, member, half = bad
-                    weight = models[member].weight if half else models[member].norm.weight
+                    model = models[bad.model]
+                    weight = model.weight if bad.half else model.norm.weight
                     weight.grad[0] = math.inf
         for optimizer in optimizers:
             optimizer.step()
@@ -121,32 +134,26 @@ def amp_run(set_up, bad, level, kind, zero, shared):
     return weights_of(models), [state[f"loss_scaler{i}"]["loss_scale"] for i in range(scalers)]
 
 
-@pytest.mark.covers(2)
+def cases():
+    """Ways to zero gradients take turns: each meets every level and set-up, and every overflow at
+    one level or another."""
+    for set_up, (used, _) in SET_UPS.items():
+        overflows = [overflow for overflow in OVERFLOWS if overflow.model in used[overflow.loss]]
+        for shift, level in enumerate(LEVELS):
+            ways = itertools.islice(itertools.cycle(ZEROING), shift, None)
+            marks = () if level in QUICK else pytest.mark.slow
+            for bad, zero in zip([None, *overflows], ways, strict=False):
+                yield pytest.param(set_up, level, zero, bad, marks=marks)
+
+
+@pytest.mark.covers(3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "level",
-    [pytest.param(level, marks=() if level in QUICK else pytest.mark.slow) for level in LEVELS],
-)
-@pytest.mark.parametrize("set_up", SET_UPS)
-def test_an_overflow_belongs_to_the_pass_that_made_it(set_up, level, kind):
-    used, _ = SET_UPS[set_up]
-    places = [
-        (iteration, loss, member, half)
-        for iteration in range(2)
-        for loss, members in enumerate(used)
-        for member, half in itertools.product(members, (True, False))
-    ]
+@pytest.mark.parametrize(("set_up", "level", "zero", "bad"), list(cases()), ids=str)
+def test_an_overflow_belongs_to_the_pass_that_made_it(set_up, level, zero, bad, kind):
     tolerance = {"O0": 1e-6, "O1": 1e-2, "O4": 3e-2, "O3": 1e-2, "O5": 3e-2}.get(level, 3e-3)
-    # Ways to zero gradients take turns: each meets every level, optimizer and set-up, and every
-    # place at one level or another.
-    ways = itertools.islice(itertools.cycle(ZEROING), LEVELS.index(level), None)
-    for bad, zero in zip([None, *places], ways, strict=False):
-        expected = expected_run(set_up, bad and bad[:2])
-        for shared in (True, False):
-            actual, scales = amp_run(set_up, bad, level, kind, zero, shared)
-            where = (bad, zero, shared)
-            hit = [bad is not None and (shared or bad[1] == i) for i in range(len(scales))]
-            assert scales == [SCALE / 2 if one else SCALE for one in hit], where
-            torch.testing.assert_close(
-                actual, expected, rtol=tolerance, atol=tolerance, msg=lambda m, w=where: f"{w}: {m}"
-            )
+    expected = expected_run(set_up, bad and bad[:2])
+    for shared in (True, False):
+        actual, scales = amp_run(set_up, bad, level, kind, zero, shared)
+        hit = [bad is not None and (shared or bad.loss == i) for i in range(len(scales))]
+        assert scales == [SCALE / 2 if one else SCALE for one in hit]
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)

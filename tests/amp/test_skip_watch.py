@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from amp_training import Training
 from ampfuse import amp
 from ampfuse.optim.last_step import READ_EVERY, SkipWatch
 from cases import history_of_norms
+from trainings import Training
 
 LIMIT = 20
 
@@ -24,7 +24,7 @@ def training(optimizer=torch.optim.AdamW, level="O2", **options):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_too_many_skipped_steps(level, optimizer, caplog):
+def test_too_many_skipped_steps_in_a_row_raise(level, optimizer, caplog):
     run = training(optimizer, level)
     run.step(0)
     before = run.masters()
@@ -112,12 +112,15 @@ SKIPS = [  # where, options, whether a step with a NaN changes nothing; and with
 ]
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
-@pytest.mark.parametrize(("level", "options", "fused", "own_step"), SKIPS)
-def test_who_skips(kind, level, options, fused, own_step, caplog):
-    skips = fused if kind == "AdamW" else own_step
-    if skips is None:
-        pytest.skip("an option of fused optimizers")
+@pytest.mark.parametrize(
+    ("kind", "level", "options", "skips"),
+    [("AdamW", level, options, fused) for level, options, fused, _ in SKIPS]
+    # None: an option of fused optimizers.
+    + [("RMSprop", level, options, own) for level, options, _, own in SKIPS if own is not None],
+)
+def test_steps_with_nan_are_skipped_where_the_level_or_the_user_says(
+    kind, level, options, skips, caplog
+):
     level, _, static = level.partition(" ")
     more = {"loss_scale": 8.0} if static else {}
     run = Training(partial(getattr(torch.optim, kind), lr=0.1, eps=1e-4), level, **more)

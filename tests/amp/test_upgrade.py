@@ -10,10 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from amp_training import WITH_MASTERS, Delegates, KeptInFloat32, Training, follows_plain_torch
 from ampfuse import amp, optim
 from ampfuse.optim.upgrade import GenericOptimizer
 from cases import LEVELS, assert_same_bits, f32, same_bits, snapshot
+from trainings import (
+    WITH_MASTERS,
+    Delegates,
+    KeptInFloat32,
+    Training,
+    assert_follows,
+    assert_masters_round_to_weights,
+    losses_beside_plain_torch,
+)
 
 
 class Subclass(torch.optim.AdamW):
@@ -39,13 +47,25 @@ FUSED = ("SGD", "Adam", "AdamW", "ours", "Adagrad", "LAMB", "NovoGrad")
 # O3 has no masters: states of a step in FP16 underflow (eps of 1e-8 is 0) unless it is ours.
 IN_PURE_FP16 = (*FUSED, "hand-written", "LBFGS")
 SOME = ("SGD", "AdamW", "Adagrad", "LAMB", "NovoGrad", "RMSprop", "hand-written", "subclass")
+# Only half weights of fused optimizers are split.
+SPLIT = [
+    (name, level, {"master_weights": "split"})
+    for name in ("SGD", "AdamW")
+    for level in WITH_MASTERS
+]
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_follows_plain_torch(name, level):
-    training = follows_plain_torch(OPTIMIZERS[name], level, in_pure_fp16=name in IN_PURE_FP16)
+    training, losses, expected = losses_beside_plain_torch(OPTIMIZERS[name], level)
     assert isinstance(training.optimizer, GenericOptimizer) == (name not in FUSED)
+    if level == "O0" and name not in FUSED:
+        assert losses == expected
+    if level != "O3" or name in IN_PURE_FP16:
+        assert_follows(losses, expected, level)
+    if level in WITH_MASTERS:
+        assert_masters_round_to_weights(training)
 
 
 class OwnArguments(torch.optim.SGD):
@@ -224,16 +244,14 @@ def replaced(optimizer, first, others):
 
 @pytest.mark.covers(2)
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("masters", [None, "split"])
 @pytest.mark.parametrize("made", [added, assigned, refilled, replaced])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "level", "options"),
+    [*((name, level, {}) for name in SOME for level in LEVELS), *SPLIT],
+)
 def test_groups_of_the_model_s_parameters_keep_masters_and_states(
-    name, level, made, masters, steps
+    name, level, options, made, steps
 ):
-    options = {"master_weights": masters} if masters else {}
-    if masters and (level not in WITH_MASTERS or name not in ("SGD", "AdamW")):
-        return
     as_before = Training(OPTIMIZERS[name], level, **options)
     losses = as_before.steps(range(steps + 3))
     training = Training(OPTIMIZERS[name], level, **options)
@@ -318,20 +336,18 @@ def test_the_way_to_initialize_again(level, cls):
 
 @pytest.mark.filterwarnings("ignore:O. casts inside")
 @pytest.mark.parametrize("when", range(3))
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
-def test_a_memory_format_after_initialize(name, level, split, when):
+@pytest.mark.parametrize(
+    ("name", "level", "options"),
+    [*((name, level, {}) for name in ("AdamW", "SGD", "RMSprop") for level in LEVELS), *SPLIT],
+)
+def test_a_memory_format_after_initialize(name, level, options, when):
     """At once, between two passes, and after steps: the bits of the one that stays contiguous."""
-    if split and (level not in WITH_MASTERS or name == "RMSprop"):
-        pytest.skip("only half weights of fused optimizers are split")
     snapshots = []
     for moved in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten())
         optimizer = OPTIMIZERS[name](model.parameters())
-        more = {"master_weights": "split"} if split else {}
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **more)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
         if name != "RMSprop":
             optimizer.ema_decay = 0.5
         for step in range(4):

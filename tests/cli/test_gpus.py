@@ -93,7 +93,7 @@ BUILT = ["sm_75", "sm_80", "compute_90"]
         (["nonsense"], (8, 0), None),
     ],
 )
-def test_covering_arch(archs, capability, covering):
+def test_the_best_covering_architecture_is_chosen(archs, capability, covering):
     assert devices.covering_arch(archs, capability) == covering
     assert devices.covering_arch(archs[::-1], capability) == covering
 

@@ -18,8 +18,7 @@ from ampfuse.compat import apex
 from ampfuse.compat.apex import amp
 from ampfuse.compat.apex.amp import frontend
 from ampfuse.compat.apex.amp.scaler import LossScaler
-from cases import LEVELS, bf16, f16, f32, through_a_file
-from conftest import clean_apex_names
+from cases import LEVELS, bf16, clean_apex_names, f16, f32, through_a_file
 
 submodule = sys.modules["ampfuse.compat.apex.amp._amp_state"]
 

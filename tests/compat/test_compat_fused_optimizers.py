@@ -10,24 +10,29 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
-import apex_cases
+import reference
 from ampfuse import optim
 from ampfuse.compat import apex
 from ampfuse.compat.apex import amp, optimizers
 from ampfuse.optim.fused import is_fused
-from apex_cases import (
-    assert_close,
-    assert_equal,
-    copies_of,
+from cases import (
+    assert_same,
+    assert_same_bits,
+    bf16,
+    f16,
+    f32,
+    f64,
     give_gradients,
-    gradients,
-    start,
-    started,
-    take_steps,
+    parameters,
+    snapshot,
+    through_a_file,
     train,
 )
-from cases import assert_same_bits, bf16, f16, f32, f64, snapshot, through_a_file
+from trainings import started_by_apex, train_by_apex
+
+start = functools.partial(parameters, ((3, 4), (5,), (1,)))
 
 ON, OFF, DECAY = (True, False), (False, True), (0.0, 0.1)
 ADAM = {"bias_correction": ON, "adam_w_mode": ON, "weight_decay": DECAY}
@@ -42,15 +47,15 @@ def every(flags):
 
 
 OPTIMIZERS = {
-    "FusedSGD": (apex_cases.sgd, SGD | {"wd_after_momentum": OFF}),
-    "FusedAdam": (apex_cases.adam, ADAM),
-    "FusedAdagrad": (apex_cases.adagrad, {"weight_decay": DECAY, "adagrad_w_mode": OFF}),
+    "FusedSGD": (reference.apex_sgd, SGD | {"wd_after_momentum": OFF}),
+    "FusedAdam": (reference.apex_adam, ADAM),
+    "FusedAdagrad": (reference.apex_adagrad, {"weight_decay": DECAY, "adagrad_w_mode": OFF}),
     "FusedNovoGrad": (
-        apex_cases.novograd,
+        reference.apex_novograd,
         AVERAGES | {"reg_inside_moment": OFF, "norm_type": (2, 0), "init_zero": OFF},
     ),
-    "FusedLAMB": (apex_cases.lamb, LAMB),
-    "FusedMixedPrecisionLamb": (apex_cases.lamb, LAMB),
+    "FusedLAMB": (reference.apex_lamb, LAMB),
+    "FusedMixedPrecisionLamb": (reference.apex_lamb, LAMB),
 }
 # name: the formula and the options of each case
 RULES = {name: (rule, every(flags)) for name, (rule, flags) in OPTIMIZERS.items()}
@@ -65,7 +70,7 @@ for name in ("FusedLAMB", "FusedMixedPrecisionLamb"):
 OLD = {"lr": (0.05,), "eps": (1e-3,), "weight_decay": (0.1,), "bias_correction": ON}
 OLD |= {"max_grad_norm": (0.0, 0.5, 100.0)}
 for name in ("FusedAdam of 2019", "FusedAdam of contrib"):
-    RULES[name] = (apex_cases.clipped_adam_of_2019, every(OLD))
+    RULES[name] = (reference.clipped_adam_of_2019, every(OLD))
 
 
 NAMES = [*OPTIMIZERS, "FusedAdam of 2019"]
@@ -105,13 +110,12 @@ def test_formulas(name, options, groups):
     if groups == 2:
         optimizer.add_param_group({"params": ps[split[1]]})
     for t in range(1, 5):
-        gs = gradients(t)
-        gs[2].zero_()
-        for p, g in zip(ps, gs, strict=True):
-            p.grad = g.clone()
+        give_gradients(ps, t)
+        ps[2].grad.zero_()
+        gs = [p.grad.to(f64) for p in ps]
         optimizer.step()
-        for part in split if rule is apex_cases.clipped_adam_of_2019 else [slice(None)]:
-            rule(exact[part], [g.to(f64) for g in gs[part]], states[part], t, **options)
+        for part in split if rule is reference.clipped_adam_of_2019 else [slice(None)]:
+            rule(exact[part], gs[part], states[part], t, **options)
     assert_close([p.to(f64) for p in ps], exact, rtol=2e-5, atol=1e-6)
     for group in optimizer.param_groups:
         assert group == group | {key: options[key] for key in options if key in group}
@@ -174,7 +178,7 @@ def test_zero_grad_does_what_set_grad_none_says(name, drops):
     drops |= not has_option
 
     def assert_zero_grad(dropped, **given):
-        take_steps(optimizer, ps, last=1)
+        train(optimizer, range(1, 2))
         optimizer.zero_grad(**given)
         assert [p.grad is None for p in ps] == [dropped] * len(ps)
         assert dropped or not any(p.grad.any() for p in ps)
@@ -195,18 +199,18 @@ def test_they_train_and_resume_with_the_same_bits(name, level):
     and FusedAdam read them as FP32 then.
     """
     of = {"FusedSGD": {"lr": 0.1, "momentum": 0.9}}.get(name, {"lr": 0.02})
-    model, optimizer = started(kind_of(name), level, **of)
-    losses = train(model, optimizer, 6)
+    model, optimizer = started_by_apex(kind_of(name), level, **of)
+    losses = train_by_apex(model, optimizer, 6)
     things = (model, optimizer, amp) if isinstance(level, str) else (model, optimizer)
     saved = [copy.deepcopy(thing.state_dict()) for thing in things]
-    losses += train(model, optimizer, 6)
+    losses += train_by_apex(model, optimizer, 6)
     assert losses[-1] < losses[0]
-    again, resumed = started(kind_of(name), level, **of)
+    again, resumed = started_by_apex(kind_of(name), level, **of)
     for thing, state in zip((again, resumed, amp), saved, strict=False):
         thing.load_state_dict(state)
     states = resumed.state_dict()["state"].values()
     assert {value.dtype for entry in states for value in entry.values()} == {f32}
-    train(again, resumed, 6)
+    train_by_apex(again, resumed, 6)
     assert_same_bits(snapshot(resumed), snapshot(optimizer))
 
 
@@ -243,32 +247,32 @@ def as_apex(name, optimizer):
 def test_a_state_of_apex_goes_on(name):
     ps = start()
     optimizer = make(name, ps, weight_decay=0.1)  # so that the mode of the decay counts
-    take_steps(optimizer, ps)
+    train(optimizer, range(1, 5))
     saved = as_apex(name, optimizer)
     untouched = copy.deepcopy(saved)
-    again = copies_of(ps)
+    again = copy.deepcopy(ps)
     resumed = make(name, again)
     resumed.load_state_dict(saved)
     assert str(saved) == str(untouched)
-    take_steps(optimizer, ps, first=5, last=6)
-    take_steps(resumed, again, first=5, last=6)
+    train(optimizer, range(5, 7))
+    train(resumed, range(5, 7))
     assert_close(ps, again, rtol=1e-6, atol=1e-8)  # apex's lr of FP32 is not the number's
 
 
 def test_a_state_of_apex_without_moments():
     """Saved before the first step: there is a count alone."""
     optimizer = make("FusedAdam", ps := start())
-    take_steps(optimizer, ps)
+    train(optimizer, range(1, 5))
     fresh = make("FusedAdam", ps)
     fresh.load_state_dict({**as_apex("FusedAdam", optimizer), "state": {}})
-    take_steps(fresh, ps, last=1)
+    train(fresh, range(1, 2))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_of_other_groups_is_refused(name):
     ps = start()
     several, one = make(name, [{"params": [p]} for p in ps]), make(name, ps[:1])
-    take_steps(several, ps)
+    train(several, range(1, 5))
     for optimizer, other in ((several, one), (one, several)):
         before = snapshot(optimizer)
         with pytest.raises(ValueError, match="different number of parameter groups"):
@@ -281,14 +285,14 @@ def test_a_recipe_edits_the_state_before_it_loads_it(name):
     """Between the phases of BERT: steps, rate and keys of the recipe's own."""
     ps = start()
     optimizer = make(name, ps)
-    take_steps(optimizer, ps)
+    train(optimizer, range(1, 5))
     saved = copy.deepcopy(optimizer.state_dict())
     for key in saved["state"]:
         saved["state"][key]["step"] = 0
     for group in saved["param_groups"]:
         group.update(step=0, t_total=10, lr=0.5)
     optimizer.load_state_dict(saved)
-    take_steps(optimizer, ps, last=1)
+    train(optimizer, range(1, 2))
     assert [float(optimizer.state[p]["step"]) for p in ps] == [1.0] * len(ps)
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert optimizer.param_groups[0]["t_total"] == 10
@@ -301,12 +305,13 @@ def test_groups_know_their_step(name):
     optimizer = make(name, [{"params": ps[:2]}, {"params": []}])
     assert "step" not in optimizer.param_groups[0]
     for t, present in enumerate(((0, 1), (1,), (1,), ()), start=1):
-        for i, g in enumerate(gradients(t)[:2]):
-            ps[i].grad = g if i in present else None
+        give_gradients(ps[:2], t)
+        for i in {0, 1} - set(present):
+            ps[i].grad = None
         optimizer.step()
         assert int(optimizer.param_groups[0]["step"]) == min(t, 3)
     optimizer.add_param_group({"params": ps[2:]})
-    take_steps(optimizer, ps, last=1)
+    train(optimizer, range(1, 2))
     assert [int(group.get("step", -1)) for group in optimizer.param_groups] == [4, -1, 1]
     resumed = make(name, [{"params": start()[:2]}, {"params": []}, {"params": start()[2:]}])
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))
@@ -341,13 +346,13 @@ def test_copies_keep_what_the_constructor_said(name, copied):
     for key in vars(optimizer).keys() - inherited:
         assert vars(other)[key] == vars(optimizer)[key], key
     for each in (optimizer, other):
-        take_steps(each, each.param_groups[0]["params"])
+        train(each, range(1, 5))
     assert_same_bits(snapshot(other), snapshot(optimizer))
 
 
 def test_novograd_refuses_norms_of_other_parameters():
-    optimizer = make("FusedNovoGrad", ps := start())
-    take_steps(optimizer, ps)
+    optimizer = make("FusedNovoGrad", start())
+    train(optimizer, range(1, 5))
     saved = as_apex("FusedNovoGrad", optimizer)
     with pytest.raises(ValueError, match="match the size"):
         make("FusedNovoGrad", start()[:2]).load_state_dict(saved)
@@ -367,10 +372,10 @@ def test_masters(name, dtype):
         options = {"capturable": True, "master_weights": True}
     ps = start(dtype)
     optimizer = make(name, ps[:1], **options)
-    take_steps(optimizer, ps[:1], last=1)
+    train(optimizer, range(1, 2))
     optimizer.add_param_group({"params": ps[1:]})
-    before = copies_of(ps)
-    take_steps(optimizer, ps, first=2)
+    before = copy.deepcopy(ps)
+    train(optimizer, range(2, 5))
     for p, b in zip(ps, before, strict=True):
         master = optimizer.state[p]["master_param"]
         assert not torch.equal(p, b)
@@ -428,7 +433,7 @@ def test_mixed_precision_lamb():
     with torch.no_grad():
         for p in ps:
             p.fill_(0.5)
-    take_steps(optimizer, ps, last=1)
+    train(optimizer, range(1, 2))
     for p in ps:
         assert optimizer.state[p]["step"].item() == 4
         assert (optimizer.state[p]["master_param"] == 0.5).all()
@@ -444,7 +449,7 @@ def test_mixed_precision_lamb_skips_overflows_without_a_scaler(bad, largest, dty
     optimizer = make(
         "FusedMixedPrecisionLamb", ps, max_grad_norm=largest, reduced_precision_dtype=half
     )
-    take_steps(optimizer, ps, last=2)
+    train(optimizer, range(1, 3))
     before = snapshot(optimizer)
     give_gradients(ps, 3)
     ps[1].grad[2] = bad
@@ -458,49 +463,50 @@ def test_mixed_precision_lamb_skips_overflows_without_a_scaler(bad, largest, dty
 
 def test_contribs_fused_adam_steps_on_gradients_that_it_is_given():
     """Scaled half ones, as lists for each group; half parameters receive the result."""
-    ps, twins = start(), start()
+    ps = start()
+    twins = copy.deepcopy(ps)
+    first, second = (give_gradients(ps, t) for t in (1, 2))
     halves = [torch.empty_like(p, dtype=f16) for p in ps]
     options = {"lr": 0.05, "bias_correction": False, "max_grad_norm": 1.0}
     optimizer = apex.contrib.optimizers.FusedAdam(ps, **options)
     plain = apex.contrib.optimizers.FusedAdam(twins, **options)
     assert is_fused(optimizer)
     with pytest.raises(ValueError, match="grads has 2 tensors for 3 parameters"):
-        optimizer.step(grads=gradients(1)[:2])
-    grads = [g.half() * 8 for g in gradients(1)]
+        optimizer.step(grads=first[:2])
+    grads = [g.half() * 8 for g in first]
     optimizer.step(grads=[grads], output_params=[halves], scale=8.0, grad_norms=[1.0])
     for q, g in zip(twins, grads, strict=True):
         q.grad = g.float() / 8
     plain.step()
-    assert_equal(ps, twins)
-    assert_equal(halves, [p.half() for p in ps])
+    assert_same(ps, twins)
+    assert_same(halves, [p.half() for p in ps])
     # Its own are divided, too, and stay as they were.
-    scaled = [8 * g for g in gradients(2)]
+    scaled = [8 * g for g in second]
     for q, g in zip(twins, scaled, strict=True):
         q.grad = g
     optimizer.step(grads=[[g.clone() for g in scaled]], scale=8.0)
     plain.step(scale=8.0)
-    assert_equal(ps, twins)
+    assert_same(ps, twins)
     assert all(q.grad is g for q, g in zip(twins, scaled, strict=True))
 
 
 def test_contribs_fused_adam_scales_the_gradients_of_its_closure():
-    ps, twins = start(), start()
+    ps = start()
+    twins = copy.deepcopy(ps)
     optimizer, plain = (apex.contrib.optimizers.FusedAdam(each, lr=0.05) for each in (ps, twins))
     for p in ps:
         p.grad = torch.full_like(p, 7.0)  # of an earlier pass
 
     def closure():
         assert torch.is_grad_enabled()
-        for p, g in zip(ps, gradients(1), strict=True):
-            p.grad = 8 * g
+        give_gradients(ps, 1, scale=8.0)
         return "loss"
 
     assert optimizer.step(closure, scale=8.0) == "loss"
-    for q, g in zip(twins, gradients(1), strict=True):
-        q.grad = g
+    gradients = give_gradients(twins, 1)
     plain.step()
-    assert_equal(ps, twins)
-    assert_equal([p.grad for p in ps], [8 * g for g in gradients(1)])
+    assert_same(ps, twins)
+    assert_same([p.grad for p in ps], [8 * g for g in gradients])
     with pytest.raises(ValueError, match="output_params has 1 tensors for 3 parameters"):
         optimizer.step(output_params=[torch.empty(1)])
 
@@ -512,7 +518,7 @@ def test_clip_grad_norm(half):
     for p in ps:
         p.grad = torch.full_like(p, 6e4)
     norm = apex.contrib.clip_grad.clip_grad_norm_(ps, 2.0)
-    torch.testing.assert_close(norm, torch.tensor(6e4 * 800**0.5))
-    torch.testing.assert_close(
+    assert_close(norm, torch.tensor(6e4 * 800**0.5))
+    assert_close(
         torch.cat([p.grad for p in ps]).float().norm(), torch.tensor(2.0), rtol=1e-2, atol=0
     )

@@ -9,7 +9,7 @@ import pytest
 import ampfuse.compat.apex as compat
 import ampfuse.compat.apex.__main__ as runner
 from ampfuse import optim
-from conftest import clean_apex_names
+from cases import clean_apex_names
 
 
 @pytest.fixture(autouse=True)

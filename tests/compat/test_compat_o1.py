@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from ampfuse import amp as own_amp
 from ampfuse.amp import session as sessions
 from ampfuse.compat.apex import amp
-from cases import bf16, f16, f32, f64
-from conftest import clean_apex_names
+from cases import bf16, clean_apex_names, f16, f32, f64
 
 
 @pytest.fixture(autouse=True)

@@ -11,23 +11,28 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 import ampfuse
 from ampfuse.compat.apex import amp, amp_C, optimizers
 from ampfuse.compat.apex.multi_tensor_apply import multi_tensor_applier
 from ampfuse.compat.apex.parallel.LARC import LARC
 from ampfuse.optim.fused import FusedOptimizer, is_fused
-from apex_cases import (
-    assert_close,
-    assert_equal,
-    copies_of,
+from cases import (
+    LEVELS,
+    assert_same,
+    assert_same_bits,
+    f16,
+    f32,
     give_gradients,
-    start,
-    started,
-    take_steps,
+    parameters,
+    snapshot,
     train,
+    weights,
 )
-from cases import LEVELS, assert_same_bits, f16, f32, snapshot
+from trainings import started_by_apex, train_by_apex
+
+start = functools.partial(parameters, ((3, 4), (5,), (1,)))
 
 # The options of each constructor that an attribute tells of, and its operations of amp_C.
 INTERFACE = {
@@ -148,7 +153,8 @@ def pair(name):
     """The subclass and the class that it inherits from, and the parameters of each."""
     kind = getattr(optimizers, name.removeprefix("apex's "))
     own, options = OWN.get(name, (kind, {"lr": 0.01}))
-    ps, twins = start(), start()
+    ps = start()
+    twins = copy.deepcopy(ps)
     return own(ps, **options), ps, kind(twins, **options), twins
 
 
@@ -159,10 +165,10 @@ def test_what_is_assigned_later_acts(name, attribute, value, argument, copied):
     decay = {"weight_decay": 0.0 if attribute == "use_nvlamb" else 0.1}
     ps, make = start(), functools.partial(getattr(optimizers, name), **(OPTIONS[name] | decay))
     optimizer = make(ps[:1])
-    take_steps(optimizer, ps[:1], last=1)
+    train(optimizer, range(1, 2))
 
     def resumed(**argument):
-        twins = copies_of(ps)
+        twins = copy.deepcopy(ps)
         other = make(twins[:1], **argument)
         groups = {"param_groups": other.state_dict()["param_groups"]}
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()) | groups)
@@ -176,8 +182,8 @@ def test_what_is_assigned_later_acts(name, attribute, value, argument, copied):
     for each, those in ((optimizer, ps), (reference, twins), (unchanged, untouched)):
         (those[0],) = each.param_groups[0]["params"]
         each.add_param_group({"params": those[1:]})
-        take_steps(each, those, first=2)
-    assert_equal(ps, twins)
+        train(each, range(2, 5))
+    assert_same(ps, twins)
     assert not any(torch.equal(p, q) for p, q in zip(ps[:2], untouched[:2], strict=True))
 
 
@@ -185,7 +191,8 @@ def test_what_is_assigned_later_acts(name, attribute, value, argument, copied):
 @pytest.mark.parametrize("driven", [False, True])
 def test_sgd_divides_by_the_scale_that_it_was_told(dtype, driven):
     """Once, and also with a GradScaler's scale; the closure's gradients count."""
-    ps, twins = start(dtype), start(dtype)
+    ps = start(dtype)
+    twins = copy.deepcopy(ps)
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
     optimizer = optimizers.FusedSGD(ps, **options)
     assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
@@ -205,12 +212,12 @@ def test_sgd_divides_by_the_scale_that_it_was_told(dtype, driven):
     else:
         optimizer.step()
     assert optimizer.most_recent_scale == 1.0
-    assert_equal([p.grad for p in ps], before)
+    assert_same([p.grad for p in ps], before)
     optimizer.step(closure)
     assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
-    take_steps(optimizer, ps, first=3)
-    take_steps(reference, twins)
-    assert_equal(ps, twins)
+    train(optimizer, range(3, 5))
+    train(reference, range(1, 5))
+    assert_same(ps, twins)
 
 
 # --- under amp and a GradScaler -------------------------------------------------------------------
@@ -223,13 +230,14 @@ def test_under_amp_it_trains_and_skips_as_the_class_does(name, level):
     own, options = OWN[name]
     overflow = 4 if level in ("O1", "O2") else None  # elsewhere the scale is static
     (model, optimizer), (reference, other) = (
-        started(kind, level, **options) for kind in (own, getattr(optimizers, name))
+        started_by_apex(kind, level, **options) for kind in (own, getattr(optimizers, name))
     )
-    train(model, optimizer, 10, overflow)
-    train(reference, other, 10, overflow)
+    train_by_apex(model, optimizer, 10, overflow)
+    train_by_apex(reference, other, 10, overflow)
     tolerance = {"O3": 2e-3, "O5": 2e-2}.get(level, 1e-5)
     assert isinstance(optimizer, own)
-    assert_close(model.parameters(), reference.parameters(), rtol=tolerance, atol=tolerance)
+    pairs = weights(model.parameters()), weights(reference.parameters())
+    assert_close(*pairs, rtol=tolerance, atol=tolerance)
     assert optimizer.param_groups[0]["step"] == (9 if overflow else 10)
 
 
@@ -238,18 +246,18 @@ def test_under_amp_it_trains_and_skips_as_the_class_does(name, level):
 def test_copies_and_checkpoints_go_on_with_the_same_bits(name, level):
     """torch's classes look for a step in the state of each parameter, and there is none."""
     own, options = OWN[name]
-    model, optimizer = started(own, level, **options)
-    train(model, optimizer, 3)
-    again, resumed = started(own, level, **options)
+    model, optimizer = started_by_apex(own, level, **options)
+    train_by_apex(model, optimizer, 3)
+    again, resumed = started_by_apex(own, level, **options)
     things = ((again, model), (resumed, optimizer), (amp, amp))
     for thing, state in things[: 3 if isinstance(level, str) else 2]:
         thing.load_state_dict(copy.deepcopy(state.state_dict()))
     copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
-    train(model, optimizer, 3)
+    train_by_apex(model, optimizer, 3)
     assert not torch.equal(model.weight, again.weight)
     for other in ((again, resumed), *copies):
-        train(*other, 3)
-        assert_equal(other[0].parameters(), model.parameters())
+        train_by_apex(*other, 3)
+        assert_same(weights(other[0].parameters()), weights(model.parameters()))
 
 
 SCALERS = {"torch's": torch.amp.GradScaler, "ampfuse's": ampfuse.GradScaler}
@@ -304,16 +312,16 @@ def test_a_grad_scaler_that_is_disabled_does_nothing():
         give_gradients(those, 1)
     optimizer.step(grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
     reference.step()
-    assert_equal(ps, twins)
+    assert_same(ps, twins)
 
 
 def test_larc_around_it():
     optimizer, ps, reference, twins = pair("FusedSGD")
-    for each, those in ((optimizer, ps), (reference, twins)):
-        take_steps(LARC(each), those)
-    assert_close(ps, twins)
-    plain = start()
-    take_steps(OwnSGD(plain, **OWN["FusedSGD"][1]), plain)
+    plain = copy.deepcopy(ps)
+    for each in (optimizer, reference):
+        train(LARC(each), range(1, 5))
+    assert_close(ps, twins, rtol=1e-5, atol=1e-6)
+    train(OwnSGD(plain, **OWN["FusedSGD"][1]), range(1, 5))
     assert not torch.equal(plain[0], ps[0])
 
 
@@ -347,10 +355,10 @@ class CountedInside(optimizers.FusedAdam):
     [(counting(optimizers.FusedAdam), True), (CountedInside, True), (counting(OwnAdam), False)],
 )
 def test_a_step_that_calls_ours_stays_fused(kind, fused):
-    model, optimizer = started(kind, "O2", lr=0.02)
-    reference, other = started(optimizers.FusedAdam, "O2", lr=0.02)
-    train(model, optimizer, 10, 4)
-    train(reference, other, 10, 4)
+    model, optimizer = started_by_apex(kind, "O2", lr=0.02)
+    reference, other = started_by_apex(optimizers.FusedAdam, "O2", lr=0.02)
+    train_by_apex(model, optimizer, 10, 4)
+    train_by_apex(reference, other, 10, 4)
     assert optimizer.calls == (10 if fused else 9)
     assert (type(optimizer) is kind) == fused
     assert isinstance(optimizer, FusedOptimizer)
@@ -400,7 +408,7 @@ def test_whose_step_it_is_shows_when_it_steps(kind, level):
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-    assert_close([weight.float()], [torch.full_like(weight, -0.3).float()], rtol=4e-3, atol=0)
+    assert_close(weight.float(), torch.full((1, 3), -0.3), rtol=4e-3, atol=0)
     assert is_fused(optimizer) == (kind is not NamesStep)
 
 
@@ -427,13 +435,13 @@ def test_states_go_from_one_to_the_next(chain):
     """Also torch's and those with a step by hand; they train like one that is not interrupted."""
     first, *others = chain
     optimizer = first(ps := start())
-    take_steps(optimizer, ps)
+    train(optimizer, range(1, 5))
     before, those = optimizer, ps
     for t, kind in enumerate(others):
-        those = copies_of(those)
+        those = copy.deepcopy(those)
         after = kind(those)
         after.load_state_dict(copy.deepcopy(before.state_dict()))
-        for each, params in ((optimizer, ps), (after, those)):
-            take_steps(each, params, first=5 + 2 * t, last=6 + 2 * t)
-        assert_close(ps, those)
+        for each in (optimizer, after):
+            train(each, range(5 + 2 * t, 7 + 2 * t))
+        assert_close(ps, those, rtol=1e-5, atol=1e-6)
         before = after

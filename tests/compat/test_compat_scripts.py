@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import ampfuse.compat.apex
-from cases import LEVELS
-from conftest import clean_apex_names
+from cases import LEVELS, clean_apex_names
 from programs import python, ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -22,8 +22,7 @@ from ampfuse.compat.apex.amp.scaler import LossScaler as AmpScaler
 from ampfuse.compat.apex.contrib.optimizers import FP16_Optimizer as ContribOptimizer
 from ampfuse.compat.apex.fp16_utils import FP16_Optimizer
 from ampfuse.compat.apex.parallel.LARC import LARC
-from cases import bf16, f16, f32, f64, through_a_file
-from conftest import clean_apex_names
+from cases import bf16, clean_apex_names, f16, f32, f64, through_a_file
 
 INF, NAN = float("inf"), float("nan")
 

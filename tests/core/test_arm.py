@@ -40,7 +40,7 @@ def build():
 
 
 @pytest.mark.parametrize("isa", ["scalar", "neon", "neon_bf16"])
-def test_cpp(build, isa):
+def test_the_cores_tests_pass_on_arm(build, isa):
     """Each has the bits of the CUDA kernels, which are compiled for this processor too."""
     (program,) = build.rglob("ampfuse_cpp_tests")
     command = [EMULATOR, "-L", f"/usr/{PROCESSOR}", program]

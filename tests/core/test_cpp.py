@@ -40,7 +40,7 @@ built = pytest.mark.skipif(not PROGRAM.exists(), reason="built with AMPFUSE_HOST
 
 @built
 @pytest.mark.parametrize("order", [*slow("forward", "reverse"), "random"])
-def test_cpp(order):
+def test_the_cores_tests_pass_in_any_order_of_blocks(order):
     """Kernels depend on the order of neither blocks nor threads."""
     run(PROGRAM, AMPFUSE_EMULATED_BLOCK_ORDER=order)
 

@@ -186,7 +186,7 @@ def test_more_than_2_to_the_31_elements():
 
 
 @pytest.mark.gpu
-def test_every_mantissa():
+def test_every_mantissa_has_the_bits_of_the_cpu():
     """Roots, reciprocals and quotients rest on the hardware's approximations, whose error is known
     for the architectures so far."""
     every = (torch.arange(1 << 24, dtype=torch.int32) + 0x3F800000).view(f32)  # in [1, 4)

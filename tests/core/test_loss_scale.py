@@ -44,7 +44,7 @@ class Scaler:
         }
     ),
 )
-def test_rule(overflows, scale, rule, device):
+def test_the_scale_follows_its_rule(overflows, scale, rule, device):
     ours, expected = Scaler(scale, device, **rule), reference.LossScale(scale, **rule)
     for overflow in overflows:
         ours.update(False, overflow)

@@ -14,8 +14,7 @@ from torch import nn
 
 from ampfuse import optim
 from ampfuse.optim import sharding
-from cases import assert_same_bits, everything, make
-from trainings import fractions
+from cases import assert_same_bits, everything, fractions, make
 
 RANKS = 3
 STEPS = 4

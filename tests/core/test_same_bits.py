@@ -22,13 +22,14 @@ from cases import (
     bf16,
     can_mix_dtypes,
     digest,
+    emulated_module,
     f16,
     f32,
     make,
+    nn_ops,
     set_grad,
     snapshot,
 )
-from conftest import emulated_module, nn_ops
 from programs import python
 
 CHUNK = 32768  # kChunk of csrc/core/reduce.h
@@ -207,7 +208,7 @@ NARROWER = ISAS[_core.C.cpu_isa()][:-1]
 
 
 @pytest.mark.parametrize("isa", [pytest.param(isa, marks=SLOW.get(isa, ())) for isa in NARROWER])
-def test_instruction_sets(expected, isa):
+def test_instruction_sets_give_the_same_bits(expected, isa):
     run = python(__file__, AMPFUSE_CPU_ISA=isa)
     assert run.returncode == 0, run.stderr
     used, hashes = json.loads(run.stdout)
@@ -230,7 +231,7 @@ def test_an_unknown_instruction_set_is_refused():
         *(pytest.param(cuda, marks=pytest.mark.gpu) for cuda in ("cuda:0", "cuda:1")),
     ],
 )
-def test_cuda(expected, device, monkeypatch):
+def test_the_cuda_kernels_give_the_same_bits(expected, device, monkeypatch):
     """The second GPU is not the current one."""
     if device == "emulated":
         monkeypatch.setattr(_core, "C", emulated_module())

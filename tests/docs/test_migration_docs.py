@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampfuse.compat import apex
-from conftest import clean_apex_names
+from cases import clean_apex_names
 
 DOCS = Path(__file__).parents[2] / "docs"
 APEX, TORCH_AMP = ((DOCS / name).read_text() for name in ("from_apex.md", "from_torch_amp.md"))

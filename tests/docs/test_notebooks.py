@@ -46,7 +46,7 @@ FIRST_CELL, *OTHERS = ("".join(cells(stored, "code")[0]["source"]) for stored in
 # ---- as stored -----------------------------------------------------------------------------------
 
 
-def test_all_are_there():
+def test_all_notebooks_are_there():
     names = [path.stem for path in NOTEBOOKS]
     assert names == ["e1_vgg16_cifar10", "e2_levels", "e5_native_amp", "insight", "quickstart"]
 

@@ -215,7 +215,7 @@ def test_the_fastest_without_blocker_is_recommended(rows, level):
     assert f"Train at {level}: " in str(advice)
 
 
-def test_reasons():
+def test_the_reason_names_the_faster_level_and_its_blocker():
     slow = conclude(row("O4", 9.8), row("O2", 20.0)).reason
     assert "no faster here (O4: 1.02x)" in slow
     fast = conclude(row("O4", 5.0), row("O5", 5.1), row("O2", 4.0, skipped=8)).reason
@@ -241,7 +241,7 @@ def test_reasons():
         (flat("O0", 0.5), flat("O4", 0.502), False),
     ],
 )
-def test_what_is_allowed(reference, loss, is_good):
+def test_a_level_is_good_while_its_losses_differ_no_more_than_allowed(reference, loss, is_good):
     advice = levels.conclude([reference, loss], [reference], 1, "a CPU")
     assert (advice.rows[1].blocker is None) is is_good
     assert (advice.level == "O4") is is_good
@@ -354,5 +354,5 @@ def test_what_cannot_be_trained_as_a_copy():
         ({"seconds": 0}, ValueError, "seconds must be positive"),
     ],
 )
-def test_wrong_arguments(changes, kind, words):
+def test_advise_refuses_wrong_arguments(changes, kind, words):
     refused(kind, words, **changes)

@@ -24,8 +24,7 @@ from torch.optim import lr_scheduler as lrs
 from ampfuse import amp, graphs, optim
 from ampfuse.graphs import make_graphed_step
 from ampfuse.nn import fuse, recompute_norms
-from cases import QUANTIZED, assert_same_bits, bf16, f16, history_of_norms, never_waiting
-from trainings import MODES
+from cases import MODES, QUANTIZED, assert_same_bits, bf16, f16, history_of_norms, never_waiting
 
 
 class StandIn:
@@ -319,7 +318,7 @@ def test_graphed_steps_train_like_eager_ones(name, scheduled, machine):
     assert (spikes > 3) == name.endswith("spikes")
 
 
-def test_replays_tell_of_skipped_steps(stand_in):
+def test_replays_count_as_steps(stand_in):
     """The host looks now and then; the replays themselves tell it nothing."""
     training = TRAININGS["adamw"](torch.device("cpu"))
     step = training.graphed(sample("cpu"))
@@ -328,7 +327,7 @@ def test_replays_tell_of_skipped_steps(stand_in):
     history[3] = 150  # in a row
     for _ in range(19):
         step._captured.note_replay()
-    with pytest.raises(RuntimeError, match="150 steps in a row were skipped"):
+    with pytest.raises(RuntimeError, match="skipped"):
         step._captured.note_replay()
 
 
@@ -403,7 +402,7 @@ def test_making_a_step_does_not_train(name, trained, machine):
 
 
 @pytest.mark.parametrize("name", ["O1", "O2", "O5", "adamw"])
-def test_eager_steps_in_between(name, machine):
+def test_eager_steps_may_come_in_between(name, machine):
     """With gradients of their own, and some that no step uses."""
     bad = () if name in STATIC else BAD
     ours, twin = twins(name, machine)
@@ -422,7 +421,7 @@ def test_eager_steps_in_between(name, machine):
     assert_same_bits(graphed | everything(ours), expected | everything(twin))
 
 
-def test_a_rate_on_the_device(machine):
+def test_a_rate_on_the_device_is_read_where_it_is(machine):
     """A tensor is read where it is; schedulers write into it."""
     rates = [torch.tensor(0.05, device=machine) for _ in range(2)]
     ours, twin = (alone(optim.AdamW, bf16, machine, lr=rate) for rate in rates)
@@ -556,7 +555,7 @@ class Attention(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [dict, list, tuple])
-def test_structured_batches(kind, machine):
+def test_structured_batches_are_taken(kind, machine):
     def batch():
         tokens, mask = torch.randn(2, 5, 4), torch.rand(2, 5, 1) < 0.5
         inputs = {"tokens": tokens.to(machine), "mask": mask.to(machine), "scale": 2.0}

@@ -213,7 +213,7 @@ def test_where_it_is_origin(name):
     assert str(cause).startswith(title)
 
 
-def test_numbers_of_an_overflow():
+def test_the_explanation_has_the_numbers_of_the_overflow():
     """exp(12) is 162754.8, 2.48 times the largest float16."""
     cause = explained(planted(torch.exp), ones(12))
     assert cause.shape == (2, 8)
@@ -234,7 +234,7 @@ def test_a_loss_outside_of_the_model():
 
 
 @pytest.mark.parametrize("kind", ["inf", "nan"])
-def test_data(kind):
+def test_an_inf_in_the_batch_is_blamed_on_the_data(kind):
     x = torch.ones(4, 8)
     x[2, 5] = float(kind)
     cause = explained(planted(lambda x: x), x, dtype=torch.float32)
@@ -554,7 +554,7 @@ def test_accumulation_and_recomputed_activations():
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_armed(kind, caplog):
+def test_after_three_skipped_steps_in_a_row_the_next_is_explained_once(kind, caplog):
     loop = Loop(mlp(), **LOOPS[kind])
     for _ in range(12):  # the scale finds its value
         loop.step(*batch())
@@ -669,7 +669,7 @@ def test_armed_survives_an_exception_in_forward():
     assert watch.explanation.phase == "backward"
 
 
-def test_an_exception_in_a_watched_block():
+def test_an_exception_in_a_watched_block_passes_and_the_origin_is_kept():
     model = planted(torch.exp).half()
     watch = amp.explain_overflow(model)
     with pytest.raises(RuntimeError, match="mat1 and mat2"), watch:
@@ -757,7 +757,7 @@ def explain_sharded():
     return explanations
 
 
-def test_one_rank_of_two(tmp_path):
+def test_the_rank_that_overflowed_explains_and_the_other_says_so(tmp_path):
     """Modules have the names that they have in one process."""
     by_rank = in_two_processes(tmp_path, explain_an_overflow, explain_sharded)
     for each in by_rank:

@@ -209,7 +209,7 @@ def test_eight_billion_parameters_are_planned_on_any_machine():
 @pytest.mark.parametrize(
     ("budget", "says"), [("1GB", "O5 fits as it is."), ("5kB", "Nothing here fits: at"), (None, "")]
 )
-def test_the_suggestion(budget, says):
+def test_a_budget_has_a_suggestion(budget, says):
     plan = ampfuse.plan(nn.Linear(64, 64), torch.randn(4, 64), budget=budget, device="cpu")
     assert plan.suggestion.startswith(says)
     assert bool(plan.suggestion) == bool(budget)
@@ -230,7 +230,7 @@ def test_the_smallest_change_is_named():
 
 
 @pytest.mark.parametrize(("level", "levels"), [("O0", ["O0"]), ("O2", ["O0", "O1", "O2"])])
-def test_levels(level, levels):
+def test_a_plan_has_the_levels_that_are_asked_for(level, levels):
     plan = ampfuse.plan(nn.Linear(64, 64), torch.randn(4, 64), opt_level=level, device="cpu")
     assert [mode for mode in plan.held if not mode.startswith("+")] == levels
     assert ('+ master_weights="split"' in plan.held) == (level == "O2")
@@ -247,7 +247,7 @@ def test_levels(level, levels):
         (lambda params: ampfuse.optim.AdamW(params, state_dtype="bf16"), 4),
     ],
 )
-def test_optimizers(optimizer, states):
+def test_a_plan_counts_the_states_of_each_optimizer(optimizer, states):
     plan = ampfuse.plan(nn.Linear(64, 64), torch.randn(4, 64), optimizer, device="cpu")
     assert {row["states"] for mode, row in plan.held.items() if mode[0] == "O"} == {states * 4160}
 
@@ -263,7 +263,7 @@ def test_options_of_the_optimizer_are_kept():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, ampfuse.optim.AdamW])
-def test_a_group_may_have_its_own_type_of_states(kind):
+def test_a_plan_counts_the_types_of_states_of_each_group(kind):
     def make(params):
         groups = [{"params": params[:1], "state_dtype": "bf16"}, {"params": params[1:]}]
         return kind(groups)
@@ -286,7 +286,7 @@ def test_gradients_that_accumulate_live_throughout():
     assert two["peak"] > one["peak"] + one["gradients"]
 
 
-def test_nothing_changes(monkeypatch):
+def test_planning_changes_nothing(monkeypatch):
     make, loss_function, batch_of = CASES["images"]
     model, batch = make(), batch_of()
     before, latest = copy.deepcopy(model.state_dict()), session._latest
@@ -312,31 +312,37 @@ def of_group(state_dtype):
     return lambda params: torch.optim.SGD([{"params": params, "state_dtype": state_dtype}])
 
 
-def test_errors():
-    model, batch = nn.Linear(4, 4), torch.randn(2, 4)
-    for wrong, error, says in (
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
         ({"model": 3}, TypeError, "a module, or a function that builds one"),
         ({"model": lambda: 3}, TypeError, "Got int"),
         ({"model": nn.ReLU()}, ValueError, "no parameter that requires a gradient"),
         ({"optimizer": lambda params: 3}, TypeError, "got int"),
         ({"device": "xpu"}, ValueError, '"cpu" or "cuda"'),
         ({"optimizer": "Adan"}, ValueError, "'Adan' is not an optimizer of ampfuse.optim or"),
-        ({"optimizer": torch.optim.SGD(model.parameters(), 0.1)}, TypeError, "lambda params"),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)], 0.1)}, TypeError, "lambda params"),
         ({"optimizer": of_group("9bit")}, ValueError, "state_dtype is '9bit'"),
         ({"opt_level": "O6"}, ValueError, "one of O0, O1, O2, O3, O4, O5, got 'O6'"),
         ({"budget": "much"}, ValueError, "budget must be"),
         ({"loss_function": of_values}, RuntimeError, "depends on values"),
-        ({"batch": torch.randn(2, 5)}, RuntimeError, "reduction dim"),
-    ):
-        arguments = {"model": model, "batch": batch, "device": "cpu"} | wrong
-        with pytest.raises(error, match=says):
-            ampfuse.plan(**arguments)
-    amp.initialize(model, opt_level="O5", verbosity=0)
+        ({"batch": torch.ones(2, 5)}, RuntimeError, "reduction dim"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_plan_refuses_wrong_arguments(wrong, error, says):
+    arguments = {"model": nn.Linear(4, 4), "batch": torch.randn(2, 4), "device": "cpu"} | wrong
+    with pytest.raises(error, match=says):
+        ampfuse.plan(**arguments)
+
+
+def test_a_plan_refuses_a_model_under_amp():
+    model = amp.initialize(nn.Linear(4, 4), opt_level="O5", verbosity=0)
     with pytest.raises(ValueError, match="been through"):
-        ampfuse.plan(model, batch)
+        ampfuse.plan(model, torch.randn(2, 4))
 
 
-def test_the_command(capsys):
+def test_the_command_plans_models_by_name(capsys):
     pytest.importorskip("timm")
     pytest.importorskip("transformers")
 

@@ -106,7 +106,7 @@ def test_eight_bit_states_have_scales_and_small_ones_stay_fp32():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, ampfuse.optim.AdamW])
-def test_a_group_may_have_its_own_type_of_states(kind):
+def test_a_report_counts_the_types_of_states_of_each_group(kind):
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     groups = [{"params": model[0].parameters(), "state_dtype": "8bit"}]
     optimizer = kind([*groups, {"params": model[1].parameters()}])
@@ -139,7 +139,7 @@ def test_states_of_other_optimizers_are_measured_after_a_step():
     assert "missing" not in str(report)
 
 
-def test_activations():
+def test_activations_are_counted_once():
     layers = [nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 1, bias=False)]
     model, x = nn.Sequential(*layers), torch.randn(12, 8)
     optimizer = torch.optim.SGD(model.parameters())
@@ -163,7 +163,7 @@ def test_activations():
         assert report.held["activations"] == 2 * (saved + 16)
 
 
-def test_nothing_changes():
+def test_reporting_changes_nothing():
     model, optimizer = training(level="O5")
     backward(model, optimizer)
     x, statistics = torch.randn(12, 64), model[1].running_mean.clone()
@@ -219,7 +219,7 @@ X = torch.zeros(12, 64)
         ({"batch": X[:, 1:]}, RuntimeError, "shapes cannot be multiplied"),
     ],
 )
-def test_wrong_arguments(changes, kind, words):
+def test_a_report_refuses_wrong_arguments(changes, kind, words):
     names = dict(zip(("model", "optimizer"), training(), strict=True))
     with pytest.raises(kind, match=words):
         amp.memory_report(**(names | changes))

@@ -12,7 +12,7 @@ import lightning
 from ampfuse import amp
 from ampfuse.integrations.lightning import AmpFuse
 from cases import assert_same
-from test_integrations_loops import quiet_trainer
+from trainings import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice
 BATCHES = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))

@@ -24,6 +24,7 @@ from ampfuse.integrations.accelerate import initialize
 from ampfuse.integrations.lightning import AmpFuse
 from ampfuse.integrations.transformers import AmpFuseTrainer
 from cases import assert_same, history_of_norms
+from trainings import quiet_trainer
 
 EPOCHS, STEPS, PASSES = 2, 6, 2  # steps of an epoch, and backward passes for each
 OVERFLOW = 2  # the step of an epoch in which the last loss is inf, where that skips it
@@ -199,12 +200,6 @@ class ByLightning(Loop):
         loaded = {"ckpt_path": path, "weights_only": True} if resume else {}
         trainer.fit(Lit(self, path), self.batches, **loaded)
         return self
-
-
-def quiet_trainer(plugin, **options):
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    quiet["enable_model_summary"] = False
-    return lightning.Trainer(plugins=plugin, accelerator="cpu", **quiet, **options)
 
 
 class ByTransformers(Loop):

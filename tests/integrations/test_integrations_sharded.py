@@ -23,8 +23,8 @@ import ampfuse
 from ampfuse.integrations import fabric
 from ampfuse.integrations.accelerate import initialize
 from ampfuse.integrations.lightning import AmpFuse
-from conftest import on_ranks
-from test_integrations_loops import quiet_trainer
+from programs import on_ranks
+from trainings import quiet_trainer
 
 CPUS = {"accelerator": "cpu", "devices": 2}
 SHARDS = {"data_parallel_size": 2, "tensor_parallel_size": 1, "process_group_backend": "gloo"}
@@ -84,7 +84,7 @@ def by_lightning(level, strategy, epochs=2, resume=None, save=None):
 
 
 @on_ranks(2)
-def test_lightning():
+def test_lightning_trains_shards_as_copies():
     for level in ("O0", "O1", "O2", "O5"):
         copies = by_lightning(level, strategies.DDPStrategy(process_group_backend="gloo"))
         shards = by_lightning(level, strategies.ModelParallelStrategy(**SHARDS))
@@ -123,7 +123,7 @@ def sharded_by_fabric(level):
 
 
 @on_ranks(2)
-def test_fabric():
+def test_fabric_trains_shards_as_copies():
     for level in ("O1", "O2", "O5"):
         plugin = fabric.AmpFuse(level, verbosity=0)
         copied = of_fabric.DDPStrategy(process_group_backend="gloo")
@@ -146,7 +146,7 @@ def test_fabric():
 
 
 @on_ranks(2)
-def test_accelerate():
+def test_accelerate_trains_shards_as_copies():
     """Which has FSDP on GPUs alone; here it is told that these are some."""
     losses = []
     for shards in (False, True):

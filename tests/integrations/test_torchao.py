@@ -16,7 +16,7 @@ import ampfuse
 from ampfuse import amp
 from ampfuse.amp.policy import LEVELS
 from cases import through_a_file
-from conftest import on_ranks
+from programs import on_ranks
 
 EMULATED = Float8LinearConfig(emulate=True)  # computes products of rounded numbers on any CPU
 MODES = [{}, {"master_weights": "split", "state_dtype": "8bit"}, {"state_dtype": "bf16"}]
@@ -132,13 +132,13 @@ def test_a_checkpoint_serves_models_with_and_without_the_layers():
     torch.backends.cpu.get_cpu_capability() != "AVX512",
     reason="torch's compiled conversions to FP8 are wrong without AVX-512 (2.15)",
 )
-def test_compiled():
+def test_a_compiled_model_trains_alike():
     training = Training()
     training.model.compile(fullgraph=True)
     assert training.steps(4) == pytest.approx(Training().steps(4), rel=0.02)
 
 
-def test_planned():
+def test_a_plan_counts_them_as_plain_layers():
     held = ampfuse.plan(network(), torch.empty(32, 64), "AdamW").held
     others = ampfuse.plan(network(None), torch.empty(32, 64), "AdamW").held
     kinds = "weights", "gradients", "masters", "states"

@@ -52,7 +52,7 @@ def check(shape, dtype, curve, *, up=False, bias=None, scale=2.0, device="cpu"):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("up", [False, True])
 @pytest.mark.parametrize("bias", [None, torch.float32, "own"])
-def test_agrees_with_float64(curve, dtype, up, bias, hardware):
+def test_activations_agree_with_float64(curve, dtype, up, bias, hardware):
     bias = dtype if bias == "own" else bias
     for shape in SHAPES:
         check(shape, dtype, curve, up=up, bias=bias, device=hardware)
@@ -67,7 +67,7 @@ def test_agrees_with_float64(curve, dtype, up, bias, hardware):
     bias=st.sampled_from([None, torch.float32]),
     scale=st.sampled_from([1e-3, 1.0, 30.0]),
 )
-def test_any_shape(rows, columns, dtype, curve, up, bias, scale):
+def test_activations_of_any_shape_agree_with_float64(rows, columns, dtype, curve, up, bias, scale):
     check((rows, columns), dtype, curve, up=up, bias=bias, scale=scale)
 
 

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import profile
 
-from cases import assert_same_bits, bf16, f16, f32, f64
-from conftest import nn_ops, slow_in_emulation
-from test_recompute import Block
+from cases import assert_same_bits, bf16, f16, f32, f64, nn_ops, slow_in_emulation
+from trainings import NormsAndConvolutions
 
 EPS = {f32: 2.0**-24, f16: 2.0**-11, bf16: 2.0**-8}
 CHANNELS = (1, 3, 7, 8, 63, 64, 65)
@@ -258,7 +257,7 @@ def test_operators_keep_torchs_contract():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_gives_the_same_without_a_break(dynamic):
-    model = Block(4).to(memory_format=torch.channels_last)
+    model = NormsAndConvolutions(4).to(memory_format=torch.channels_last)
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for batch in (2, 3):
@@ -270,7 +269,7 @@ def test_compiled_code_gives_the_same_without_a_break(dynamic):
 
 
 def test_a_model_with_it_is_exported():
-    model = Block(4).eval().to(memory_format=torch.channels_last)
+    model = NormsAndConvolutions(4).eval().to(memory_format=torch.channels_last)
     x = channels_last(2, 4, 6, 6)
     exported = torch.export.export(model, (x,)).module()
     assert torch.allclose(exported(x), model(x), atol=1e-6)

@@ -55,7 +55,7 @@ def check(logits, target, weight=None, **options):
     ],
 )
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_agrees_with_float64(dtype, rows, classes, smoothing, hardware):
+def test_cross_entropy_agrees_with_float64(dtype, rows, classes, smoothing, hardware):
     target = targets_of(rows, classes).to(hardware)
     check(logits_of(rows, classes, dtype, device=hardware), target, label_smoothing=smoothing)
 
@@ -85,7 +85,7 @@ def test_every_shape_of_torch(shape):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_extremes(dtype):
+def test_extreme_logits_give_the_loss_of_float64(dtype):
     largest = torch.finfo(dtype).max
     inf = torch.inf
     rows = [
@@ -130,7 +130,7 @@ def test_logits_that_rise_or_fall_along_a_row(first, last, dtype, hardware):
         check(each.to(dtype).requires_grad_(), target)
 
 
-def test_nothing_counts():
+def test_a_loss_in_which_nothing_counts_is_torchs():
     logits, target = logits_of(3, 5, torch.bfloat16), torch.full((3,), -100)
     loss = cross_entropy(logits, target)
     loss.backward()

@@ -13,9 +13,10 @@ from torch import nn
 
 from ampfuse import amp
 from ampfuse.experiments import models
-from ampfuse.nn import fuse, unfuse
+from ampfuse.nn import BatchNormAct2d, fuse, unfuse
 from ampfuse.nn.fuse import forwards
 from cases import LEVELS, bf16, f32, f64, through_a_file
+from trainings import assert_near, step_and_evaluation
 
 X = torch.randn(3, 4, 5, 5, dtype=f64, generator=torch.Generator().manual_seed(1))
 
@@ -24,38 +25,15 @@ def last(tensor):
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
-def run(model, inputs, make_output=lambda model, inputs: model(*inputs)):
-    """Outputs, gradients and running statistics of a training step, then the outputs in eval."""
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    model.zero_grad()
-    out = make_output(model.train(), inputs)
-    factors = torch.linspace(0, 1, out.numel(), dtype=out.dtype, device=out.device)
-    (out.sin() * factors.view(out.shape)).sum().backward()
-    tensors = [out.detach(), *(x.grad for x in inputs), *(p.grad for p in model.parameters())]
-    with torch.no_grad():
-        evaluated = make_output(model.eval(), inputs)
-    model.train()
-    return [*tensors, *(b.clone() for b in model.buffers()), evaluated]
-
-
-def assert_same(found, expected, tolerance):
-    """The error of each tensor is below `tolerance`, as a part of its norm, or of a thousandth of
-    the largest: the gradient of a bias before a batch norm is nothing but rounding."""
-    largest = max(b.double().norm() for b in expected if b is not None)
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert a.dtype == b.dtype
-            a, b = a.double(), b.double()
-            norm = b.norm().clamp(min=1e-3 * largest)
-            assert (a - b).norm() <= tolerance * norm, (a - b).norm() / norm
-
-
 def check(model, *inputs, tolerance=1e-10, **options):
     """Fuse a copy of `model`, compare a step of both, and return copy and report."""
     fused = copy.deepcopy(model)
     report = fuse(fused)
-    assert_same(run(fused, inputs, **options), run(model, inputs, **options), tolerance)
+    assert_near(
+        step_and_evaluation(fused, inputs, **options),
+        step_and_evaluation(model, inputs, **options),
+        tolerance,
+    )
     return fused, report
 
 
@@ -99,7 +77,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks(name, calls, hardware):
+def test_networks_are_fused_whole_and_compute_the_same(name, calls, hardware):
     make, side, with_add, with_relu, alone = NETWORKS[name]
     model = make(name).to(hardware, memory_format=torch.channels_last)
     images = last(torch.randn(2, 1 if name == "digits" else 3, side, side)).to(hardware)
@@ -127,14 +105,16 @@ def test_exact_where_it_can_be(dtype, tolerance, hardware):
 def test_half_is_as_exact_as_it_was(hardware):
     model = nn.Sequential(Residual(8), Residual(8)).to(hardware)
     images = last(torch.randn(4, 8, 6, 6).bfloat16()).to(hardware)
-    exact = run(copy.deepcopy(model).double(), [images.double()])
+    exact = step_and_evaluation(copy.deepcopy(model).double(), [images.double()])
     half = copy.deepcopy(model).bfloat16()
     for module in half.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.float()
-    plain = run(copy.deepcopy(half), [images])
+    plain = step_and_evaluation(copy.deepcopy(half), [images])
     fuse(half)
-    for found, before, reference in zip(run(half, [images]), plain, exact, strict=True):
+    for found, before, reference in zip(
+        step_and_evaluation(half, [images]), plain, exact, strict=True
+    ):
         errors = [(x.double() - reference).norm() for x in (found, before)]
         assert found.dtype == before.dtype
         assert errors[0] <= 1.5 * errors[1] + 1e-6
@@ -204,7 +184,7 @@ FORWARDS = {
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_forwards(name):
+def test_each_forward_is_fused_as_far_as_it_can_be(name):
     forward, what, *attributes = FORWARDS[name]
     _, report = check(module(forward, *attributes), X)
     assert report.fused["norm"] == what
@@ -348,11 +328,31 @@ def test_hooks_run(name, hook, when):
     if when == "before":
         fuse(model)
     try:
-        assert_same(run(model, [X]), run(plain, [X]), 1e-10)
+        assert_near(step_and_evaluation(model, [X]), step_and_evaluation(plain, [X]), 1e-10)
     finally:
         for handle in handles:
             handle.remove()
     assert seen == expected != []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m[0], "norm", Overridden(4).double()),
+        lambda m: setattr(m[1], "relu", nn.SiLU()),
+        lambda m: setattr(m[1], "norm2", nn.GroupNorm(2, 4).double()),
+        lambda m: setattr(m[1], "norm2", BatchNormAct2d(4).double()),
+        nn.SyncBatchNorm.convert_sync_batchnorm,
+    ],
+    ids=["batch norm", "ReLU", "group norm", "ours", "all batch norms"],
+)
+def test_modules_that_are_exchanged_later_run(change):
+    model = two_blocks()
+    plain = copy.deepcopy(model)
+    fuse(model)
+    for each in (model, plain):
+        change(each)
+    assert_near(step_and_evaluation(model, [X]), step_and_evaluation(plain, [X]), 1e-10)
 
 
 @pytest.mark.parametrize("level", [None, "O0", "O5"])
@@ -362,11 +362,11 @@ def test_a_pickled_model_loads_as_it_was(level, calls):
     fuse(model)
     if level:
         amp.initialize(model[0], opt_level=level, verbosity=0)
-    expected = run(copy.deepcopy(model), [x])
+    expected = step_and_evaluation(copy.deepcopy(model), [x])
     loaded = through_a_file(model, weights_only=False)
     pickle.loads(pickle.dumps(model))
     calls.clear()
-    assert_same(run(loaded, [x]), expected, 1e-2 if level else 1e-10)
+    assert_near(step_and_evaluation(loaded, [x]), expected, 1e-2 if level else 1e-10)
     assert not calls
     assert len(fuse(loaded).fused) == 4
     loaded(x)
@@ -382,12 +382,12 @@ def test_what_wraps_a_model(wrap, one_process):
     model = two_blocks()
     fused = copy.deepcopy(model)
     fuse(fused)
-    assert_same(run(wrap(fused), [X]), run(model, [X]), 1e-10)
+    assert_near(step_and_evaluation(wrap(fused), [X]), step_and_evaluation(model, [X]), 1e-10)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("several", [False, True])
-def test_initialize(level, several, calls, caplog):
+def test_initialize_fuses_on_request(level, several, calls, caplog):
     models = [nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(2)]
     given = models if several else models[0]
     caplog.set_level("INFO", "ampfuse.amp")

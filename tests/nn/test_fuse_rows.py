@@ -1,5 +1,5 @@
 """fuse() on layer and RMS norms and activations: in blocks as people write them, and in models of
-libraries; and on modules that are exchanged later.
+libraries.
 """
 
 import copy
@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
 
-from ampfuse.nn import BatchNormAct2d, fuse, unfuse
-from cases import bf16, losses_at
-from conftest import compilers
-from test_fuse import Overridden, X, assert_same, run, two_blocks
+from ampfuse.nn import fuse, unfuse
+from cases import bf16, compilers, losses_at
+from trainings import assert_near, step_and_evaluation
 
 
 class PreNorm(nn.Module):
@@ -133,12 +132,12 @@ MODELS = {
 def test_models_as_people_write_them(name):
     make, fused, (op, count) = MODELS[name]
     model, x = make(), torch.randn(3, 5, 24)
-    expected, keys = run(model, [x]), list(model.state_dict())
+    expected, keys = step_and_evaluation(model, [x]), list(model.state_dict())
     report = fuse(model)
     assert (report.fused, report.left) == (fused, {})
     assert report.summary == f"{len(fused)} of {len(fused)} places fused"
     assert list(model.state_dict()) == keys
-    assert_same(run(model, [x]), expected, 1e-6)
+    assert_near(step_and_evaluation(model, [x]), expected, 1e-6)
     twin = copy.deepcopy(model)
     for other in (model, twin):
         assert passes(other, x, op=op)[1] == count
@@ -150,7 +149,7 @@ def test_models_as_people_write_them(name):
     assert set(again.left.values()) == ({"already fused"} if name != "Functions" else set())
     unfuse(model)
     assert passes(model, x, op=op)[1] == 0
-    assert_same(run(model, [x]), expected, 0.0)
+    assert_near(step_and_evaluation(model, [x]), expected, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +161,13 @@ def test_models_as_people_write_them(name):
         ([], set()),
     ],
 )
-def test_parts(parts, fused):
+def test_only_the_named_parts_are_fused(parts, fused):
     model = nn.Sequential(PreNorm(nn.LayerNorm), nn.Linear(24, 40), nn.GELU())
     x = torch.randn(3, 5, 24)
-    expected = run(model, [x])
+    expected = step_and_evaluation(model, [x])
     report = fuse(model, parts)
     assert (report.fused.keys(), report.left) == (fused, {})
-    assert_same(run(model, [x]), expected, 1e-6)
+    assert_near(step_and_evaluation(model, [x]), expected, 1e-6)
     assert passes(model, x)[1] == (2 if "norms" in parts else 0)
     assert passes(model, x, op="activation")[1] == ("activations" in parts)
     for wrong in (["norm"], "norms"):
@@ -240,12 +239,12 @@ def permutations(model, x, **named):
 
 
 @pytest.mark.parametrize("attention", [*TAKEN_APART, Written, UsedWhole, AnotherDimension])
-def test_attention(attention):
+def test_attention_keeps_its_bits_and_splits_where_it_was_taken_apart(attention):
     model, x = attention(), torch.randn(3, 5, 24)
-    expected, fused = run(model, [x]), copy.deepcopy(model)
+    expected, fused = step_and_evaluation(model, [x]), copy.deepcopy(model)
     report = fuse(fused, ["attention"])
     assert report.fused == ({"qkv": "with split"} if attention in TAKEN_APART else {})
-    assert_same(run(fused, [x]), expected, 0.0)
+    assert_near(step_and_evaluation(fused, [x]), expected, 0.0)
     for mask in (None, torch.ones(5, 5, dtype=torch.bool).tril()):
         assert permutations(fused, x, mask=mask) == (3 if report.fused else 1)
         torch.testing.assert_close(fused(x, mask=mask), model(x, mask=mask), rtol=0, atol=0)
@@ -285,7 +284,7 @@ def adds(model, *inputs, **named):
     ],
     ids=lambda named: ",".join(named),
 )
-def test_arguments_by_name(named, training):
+def test_arguments_by_name_reach_the_fused_model(named, training):
     model, x = Named(nn.LayerNorm).train(training), torch.randn(3, 5, 24)
     fused = copy.deepcopy(model)
     fuse(fused)
@@ -331,31 +330,35 @@ def embedding(padding=0, kernel=8, stride=8, **options):
     return nn.Sequential(nn.Conv2d(3, 6, kernel, stride, padding, **options), nn.Flatten(2))
 
 
+# Options of an embedding, and whether it is fused.
 PATCHES = {
-    "square": (embedding(), True),
-    "oblong": (embedding(kernel=(8, 10), stride=(8, 10), padding="valid", bias=False), True),
-    "small": (embedding(kernel=4, stride=4), False),
-    "padded": (embedding(padding=1), False),
-    "apart": (embedding(stride=9), False),
-    "dilated": (embedding(dilation=2), False),
-    "in groups": (embedding(groups=3), False),
+    "square": ({}, True),
+    "oblong": (
+        {"kernel": (8, 10), "stride": (8, 10), "padding": "valid", "bias": False},
+        True,
+    ),
+    "small": ({"kernel": 4, "stride": 4}, False),
+    "padded": ({"padding": 1}, False),
+    "apart": ({"stride": 9}, False),
+    "dilated": ({"dilation": 2}, False),
+    "in groups": ({"groups": 3}, False),
 }
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", PATCHES)
-def test_patches(name, form):
-    model, taken = PATCHES[name]
-    model = copy.deepcopy(model).to(bf16, memory_format=form)
+def test_only_embeddings_of_whole_patches_become_products(name, form):
+    options, taken = PATCHES[name]
+    model = embedding(**options).to(bf16, memory_format=form)
     x = torch.randn(2, 3, 25, 34).to(bf16, memory_format=form)  # not all of it in patches
-    expected = run(model, [x])
+    expected = step_and_evaluation(model, [x])
     fused = copy.deepcopy(model)
     assert fuse(fused).fused == ({"0": "as a product"} if taken else {})
     with profile() as profiled:
         y = fused[0](x)
     assert any(event.key == "aten::linear" for event in profiled.key_averages()) == taken
     assert y.stride() == model[0](x).stride()
-    assert_same(run(fused, [x]), expected, 0.02)
+    assert_near(step_and_evaluation(fused, [x]), expected, 0.02)
     for other in (x.float()[0], x[0], x[:, :, :7], x[:, :2]):  # these are torch's
         results = []
         for each in (model, fused):
@@ -375,11 +378,6 @@ def double(module, args, output):
 
 
 LATER = {
-    "batch norm": (two_blocks, lambda m: setattr(m[0], "norm", Overridden(4).double())),
-    "ReLU": (two_blocks, lambda m: setattr(m[1], "relu", nn.SiLU())),
-    "group norm": (two_blocks, lambda m: setattr(m[1], "norm2", nn.GroupNorm(2, 4).double())),
-    "ours": (two_blocks, lambda m: setattr(m[1], "norm2", BatchNormAct2d(4).double())),
-    "all batch norms": (two_blocks, nn.SyncBatchNorm.convert_sync_batchnorm),
     "layer norm": (partial(PreNorm, nn.LayerNorm), lambda m: setattr(m, "norm1", nn.Identity())),
     "hooked norm": (partial(PreNorm, nn.RMSNorm), lambda m: m.norm2.register_forward_hook(double)),
     "gate": (Gated, lambda m: setattr(m, "act", nn.ReLU())),
@@ -399,8 +397,8 @@ def test_modules_that_are_exchanged_or_hooked_later_run(name):
     for each in (model, plain):
         torch.manual_seed(0)
         change(each)
-    x, tolerance = (X, 1e-10) if make is two_blocks else (torch.randn(3, 5, 24), 1e-6)
-    assert_same(run(model, [x]), run(plain, [x]), tolerance)
+    x = torch.randn(3, 5, 24)
+    assert_near(step_and_evaluation(model, [x]), step_and_evaluation(plain, [x]), 1e-6)
 
 
 def test_types_that_differ_are_added_as_torch_adds_them():
@@ -470,12 +468,12 @@ def test_rms_norms_of_others_are_known_by_what_they_compute(name):
 
 @pytest.mark.parametrize("make", [partial(PreNorm, nn.LayerNorm), Gated, Functions, *TAKEN_APART])
 @compilers
-def test_compiles_in_one_graph(backend, make):
+def test_fused_models_compile_in_one_graph(backend, make):
     model, x = make(), torch.randn(4, 5, 24)
     fuse(model)
-    expected = run(model, [x])
+    expected = step_and_evaluation(model, [x])
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    assert_same(run(compiled, [x]), expected, 1e-6)
+    assert_near(step_and_evaluation(compiled, [x]), expected, 1e-6)
     with profile() as profiled:
         compiled(x)
     assert not [e for e in profiled.events() if e.name.startswith("ampfuse")]  # the compiler's
@@ -538,7 +536,7 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_models_of_libraries(name):
+def test_models_of_libraries_are_fused_whole(name):
     library = LIBRARIES[name]
     side = library.side
     model = library.make().eval()
@@ -584,14 +582,16 @@ TRAININGS = {
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("name", TRAININGS)
-def test_at_each_level(name, level):
+def test_fused_models_train_alike_at_each_level(name, level):
     make, lr, batches, loss_of = TRAININGS[name]
     losses = {}
     for fused in (False, True):
         torch.manual_seed(0)
         sgd = partial(torch.optim.SGD, lr=lr)
         losses[fused] = losses_at(level, make(), sgd, batches(), loss_of, fuse=fused)
-    assert losses[True] == pytest.approx(losses[False], rel=0.03)
+    # Measured: 4e-7 in FP32, 1.4e-3 with FP16, and 0.016 with BF16.
+    bound = {"O0": 1e-5, "O1": 0.01, "O2": 0.01}.get(level, 0.03)
+    assert losses[True] == pytest.approx(losses[False], rel=bound)
     assert name == "ViT" or losses[True][-1] < losses[True][0] / 2
 
 
@@ -605,7 +605,7 @@ def test_gradient_checkpointing_after_fusing():
     assert len(counts) == 2
 
 
-def test_encoder_layers_of_torch():
+def test_encoder_layers_of_torch_are_fused():
     layer = nn.TransformerEncoderLayer(24, 2, 48, norm_first=True, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train()
     report = fuse(model)

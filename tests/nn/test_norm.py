@@ -67,7 +67,7 @@ def check(
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("weights", [None, torch.float32, "own"])
-def test_agrees_with_float64(norm, dtype, add, weights, hardware):
+def test_norms_agree_with_float64(norm, dtype, add, weights, hardware):
     weights = dtype if weights == "own" else weights
     for shape in SHAPES:
         check(shape, dtype, norm, add=add, weights=weights, device=hardware)
@@ -76,7 +76,7 @@ def test_agrees_with_float64(norm, dtype, add, weights, hardware):
 @of_every_norm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [SPAN - 1, SPAN, SPAN + 1, 3 * SPAN + 5, 17 * SPAN + 3])
-def test_long_rows(norm, dtype, columns, hardware):
+def test_long_rows_agree_with_float64(norm, dtype, columns, hardware):
     check((3, columns), dtype, norm, weights=dtype, device=hardware, tolerance=4.0)
 
 
@@ -88,7 +88,7 @@ def test_long_rows(norm, dtype, columns, hardware):
     add=st.booleans(),
     mean=st.sampled_from([0.0, 3.0, -20.0]),
 )
-def test_any_shape(rows, columns, dtype, norm, add, mean):
+def test_norms_of_any_shape_agree_with_float64(rows, columns, dtype, norm, add, mean):
     weights = torch.float32 if columns % 2 else dtype
     check((rows, columns), dtype, norm, add=add, weights=weights, mean=mean, tolerance=8.0)
 

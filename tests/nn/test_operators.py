@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch.profiler import profile
 
 from ampfuse.nn import add_layer_norm, add_rms_norm, cross_entropy, patch_conv2d, split_qkv
-from cases import bf16, f16, f32
-from conftest import compilers, nn_ops
+from cases import bf16, compilers, f16, f32, nn_ops
 
 ops = torch.ops.ampfuse
 
@@ -66,7 +65,7 @@ def test_each_input_has_its_gradient_of_each_result(name):
 
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_second_derivative(name, dtype):
+def test_second_derivatives_are_those_of_torch(name, dtype):
     """By torch's operations, next to that in float64."""
 
     def of_a_penalty(inputs):
@@ -127,7 +126,7 @@ def assert_compiles_in_one_graph(step, inputs, backend, tolerance):
 
 @pytest.mark.parametrize("name", NAMES)
 @compilers
-def test_compiles_in_one_graph(name, backend):
+def test_each_layer_compiles_in_one_graph(name, backend):
     call = OPERATORS[name]
 
     def step(*inputs):
@@ -200,7 +199,7 @@ def test_a_convolution_of_patches(dtype, error, form, of_weight):
 
 
 @compilers
-def test_they_compile_in_one_graph(backend):
+def test_splits_and_patches_compile_in_one_graph(backend):
     def step(packed, image, weight):
         q, k, v = split_qkv(packed, 2)
         total = F.scaled_dot_product_attention(q, k, v).square().sum()

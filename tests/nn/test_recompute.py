@@ -12,22 +12,8 @@ import ampfuse
 from ampfuse import amp
 from ampfuse.measuring import tensor_memory
 from ampfuse.nn import BatchNormAct2d, recompute_norms
-from cases import on_a_side_stream
-from conftest import nn_ops
-
-
-class Block(nn.Module):
-    """Two convolutions, each after a batch norm; a residual is added in the second."""
-
-    def __init__(self, channels=16):
-        super().__init__()
-        self.norm1 = BatchNormAct2d(channels)
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm2 = BatchNormAct2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 1, bias=False)
-
-    def forward(self, x):
-        return self.conv2(self.norm2(self.conv1(self.norm1(x)), x))
+from cases import nn_ops, on_a_side_stream
+from trainings import NormsAndConvolutions
 
 
 def image(*shape, dtype=torch.float32, device="cpu"):
@@ -52,7 +38,7 @@ def gradients(model, x, recomputed, mode=True):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_have_the_same_bits(dtype, training, hardware):
     """On a side stream, too."""
-    block = Block().to(hardware, memory_format=torch.channels_last)
+    block = NormsAndConvolutions().to(hardware, memory_format=torch.channels_last)
     x = image(4, 16, 9, 7, dtype=dtype, device=hardware)
     for conv in (block.conv1, block.conv2):
         conv.to(dtype)
@@ -66,7 +52,7 @@ def test_results_have_the_same_bits(dtype, training, hardware):
 
 def test_an_output_that_was_changed_without_a_gradient_is_kept():
     """Its producer would make what it was before."""
-    block = Block()
+    block = NormsAndConvolutions()
     x = image(2, 16, 5, 5)
 
     def gradient(recomputed):
@@ -104,7 +90,7 @@ def test_memory_of_a_network_and_equal_steps(hardware):
     peaks, ends = [], []
     for recomputed in (False, True):
         torch.manual_seed(1)
-        model = nn.Sequential(*(Block() for _ in range(6)))
+        model = nn.Sequential(*(NormsAndConvolutions() for _ in range(6)))
         model.to(hardware, memory_format=torch.channels_last)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
@@ -123,8 +109,8 @@ def test_memory_of_a_network_and_equal_steps(hardware):
     assert peaks[0] - peaks[1] > 5 * one_image  # the sixth is made while the rest is there
 
 
-def test_second_passes():
-    block, x = Block(4).to(memory_format=torch.channels_last), image(2, 4, 5, 5)
+def test_second_passes_have_the_same_bits():
+    block, x = NormsAndConvolutions(4).to(memory_format=torch.channels_last), image(2, 4, 5, 5)
 
     results = []
     for recomputed in (False, True):
@@ -150,7 +136,7 @@ def test_an_edited_input_is_an_error_as_ever():
 
 
 def test_a_compiled_model_goes_through():
-    block, x = Block(4).to(memory_format=torch.channels_last), image(2, 4, 5, 5)
+    block, x = NormsAndConvolutions(4).to(memory_format=torch.channels_last), image(2, 4, 5, 5)
 
     def loss(x):
         with recompute_norms():

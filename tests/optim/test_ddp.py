@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ampfuse import amp
+from bits import Net
 from cases import KINDS, LEVELS, make
-from conftest import on_ranks
-from trainings import Net
+from programs import on_ranks
 
 on_any_number, on_several = on_ranks(1, 2, 4, "cuda"), on_ranks(2, 4)
 SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -91,7 +91,7 @@ def in_ddp(kind, level, delay=False, views=True, unused=False, together=False):
 
 
 @on_any_number
-def test_ddp():
+def test_ddp_trains_as_one_process_does():
     """Gradients in buckets, averaged in each pass."""
     for level, delay in itertools.product(LEVELS, (False, True)):
         in_ddp("adamw", level, delay, together=True)
@@ -100,7 +100,7 @@ def test_ddp():
 
 
 @on_several
-def test_no_sync():
+def test_passes_under_no_sync_add_up():
     """Accumulation that DDP averages at its end."""
     cases = [*itertools.product(("O1", "O2", "O5"), (False, True), (False, True))]
     if QUICK:  # each two meet
@@ -137,7 +137,7 @@ def halve(params):
 
 
 @on_any_number
-def test_gradients_between_passes():
+def test_gradients_may_be_read_and_set_between_passes():
     """Read, edited and set in DDP, which makes its buckets anew after the first pass."""
     touches = (lambda params: [param.grad for param in params], halve, set_views)
     cases = itertools.product(LEVELS, touches, (0, 2), ("views", "static", "unused"))
@@ -170,7 +170,7 @@ def test_gradients_between_passes():
 
 
 @on_several
-def test_static_graph_and_join():
+def test_a_rank_without_data_goes_along():
     """A rank without data goes along in DDP's collectives; an overflow skips the others' step."""
     for level in ("O1", "O2", "O5"):
         local = Loss()

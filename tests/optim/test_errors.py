@@ -44,7 +44,7 @@ BAD_GRADIENTS = {
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("case", BAD_GRADIENTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients(kind, case, masters, device):
+def test_wrong_gradients_are_refused(kind, case, masters, device):
     """Before the first step, and after one."""
     gradient, error, message = BAD_GRADIENTS[case]
     named = model(bf16 if masters else f32, device)
@@ -147,7 +147,7 @@ BAD_OPTIONS = {
 
 @pytest.mark.parametrize("case", BAD_OPTIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_options(optimizer, case):
+def test_wrong_options_are_refused(optimizer, case):
     options, error, message = BAD_OPTIONS[case]
     name, option = optimizer.__name__, next(iter(options))
     of_torch = case in ("differentiable", "both")  # choices that torch's classes have
@@ -176,7 +176,7 @@ NO_VALUE_ERROR = {"by place": TypeError, "no groups": RuntimeError}
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_calls(case):
+def test_wrong_calls_are_refused(case):
     call, message = REFUSED[case]
     with pytest.raises(NO_VALUE_ERROR.get(case, ValueError), match=message):
         call()

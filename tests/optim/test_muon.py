@@ -126,7 +126,8 @@ def test_orthogonalized_of_any_shape_and_size(rows, columns, exponent, dtype, st
     assert result.isfinite().all()
     if matrix.numel():
         # How far off torch's way is on this matrix. A nearly singular one amplifies each rounding,
-        # and may come out well by chance: multiples of the matrix are rounded otherwise.
+        # and may come out well by chance: multiples of the matrix are rounded otherwise. Of the
+        # largest of their errors, ours was up to 0.95 in 60 examples.
         exact = in_float64(matrix, polynomials, 0.0)
         compute_dtype = f32 if dtype == f32 else bf16
         unit = matrix / matrix.abs().max()
@@ -143,7 +144,8 @@ def test_the_reference_in_bf16_has_the_bits_of_torchs(shape):
     assert same_bits(in_products_of(bf16, matrix, [JORDAN] * 5), torch_orthogonalized(matrix))
 
 
-# Five steps round the factor of a small matrix, in FP16 near the subnormal numbers.
+# Five steps round the factor of a small matrix, in FP16 near the subnormal numbers. Measured: 1e-7,
+# 0.005 and 0.06.
 @pytest.mark.parametrize(("dtype", "error"), [(f32, 1e-6), (bf16, 5 * 2**-8), (f16, 0.2)])
 @pytest.mark.parametrize("shape", [(8, 8), (8, 64)])
 def test_zeros_stay_zeros_and_small_norms_count_as_eps(shape, dtype, error):
@@ -269,7 +271,8 @@ def test_modes_train_as_fp32_does(masters, storage, dtype):
             param.grad = half.grad.float()
         whole.step()
     for param, half, was in zip(exact, params, start, strict=True):
-        bound = 0.3 if storage == "8bit" else 0.15 if more.get("rounding") else 0.1
+        # Measured, with any storage: 0.131 where weights are rounded at random, else 0.038.
+        bound = 0.25 if more.get("rounding") else 0.1
         assert distance(half.float() - was, param - was) < bound
 
 

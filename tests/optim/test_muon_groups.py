@@ -17,7 +17,7 @@ class Model(nn.Module):
         self.head = nn.Linear(16, 50)
 
 
-def test_groups_of_a_model():
+def test_layers_decide_the_groups_of_a_model():
     model = Model()
     groups = optim.muon_groups(model, muon={"lr": 0.02}, adamw={"lr": 1e-3, "weight_decay": 0.0})
     matrices = {
@@ -242,7 +242,7 @@ OF_TRANSFORMERS = {
 
 
 @pytest.mark.parametrize(("name", "end"), OF_TRANSFORMERS)
-def test_models_of_transformers(name, end):
+def test_models_of_transformers_are_grouped(name, end):
     transformers = pytest.importorskip("transformers")
     kind = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     config = getattr(transformers, f"{name}Config")(**CONFIGS[name])

@@ -2,12 +2,16 @@
 
 import copy
 import inspect
+import itertools
 import operator
 import pickle
 import weakref
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import nn
 
 import cases
@@ -26,6 +30,7 @@ from cases import (
     snapshot,
     through_a_file,
     train,
+    weights,
 )
 
 SHAPES = ((5,), (3, 4), (2, 3, 2, 2), (), (1,), (3, 0))
@@ -149,7 +154,7 @@ def test_loading_without_masters_takes_them_from_the_model(kind, used):
 # --- step, closures, hooks -----------------------------------------------------------------------
 
 
-def test_closure(name):
+def test_a_closure_runs_with_gradients_as_in_torch(name):
     pair = Pair(name)
     seen = []
 
@@ -205,11 +210,15 @@ def test_options_are_attributes_that_copies_have_too():
         assert isinstance(one.master_weights, bool)
 
 
-@pytest.mark.parametrize("flag", ["foreach", "fused", "capturable"])
-@torch_kinds
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        *itertools.product(cases.TORCH_KINDS, ("foreach", "fused")),
+        ("adam-all", "capturable"),
+        ("adamw", "capturable"),
+    ],
+)
 def test_torchs_choices_of_implementation_are_accepted(kind, flag):
-    if flag == "capturable" and kind.startswith(("sgd", "adagrad")):
-        pytest.skip("has no capturable")
     pair = Pair(kind, torch_options={"foreach": False}, **{flag: True})
     pair.steps()
     pair.check()
@@ -222,7 +231,7 @@ def test_adam_with_decoupled_weight_decay():
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(set_to_none):
+def test_zero_grad_is_torchs(set_to_none):
     pair = Pair("sgd-momentum")
     pair.steps(1)
     pair.both(lambda optimizer: optimizer.zero_grad(set_to_none))
@@ -257,7 +266,7 @@ def update_group(optimizer, new):
     group.update(lr=group["lr"] * 0.5, weight_decay=0.03)
 
 
-# Changes that users and wrappers make between two steps, for test_sequences.py: they take
+# Changes that users and wrappers make between two steps, for `Sequences`: they take
 # parameters out of the groups to freeze layers, restart momentum, exchange state tensors.
 BETWEEN = {
     "add a group": lambda o, new: o.add_param_group({"params": [new], "lr": 1e-3}),
@@ -296,7 +305,7 @@ def test_a_state_of_another_shape_is_refused():
 
 @pytest.mark.parametrize("dtype", [f32, torch.float64])
 @pytest.mark.parametrize("kind", [*KINDS, "sgd"])
-def test_tensor_lr(kind, dtype):
+def test_a_rate_in_a_tensor_may_change(kind, dtype):
     lr = torch.tensor(0.01, dtype=dtype)
     pair = Pair(kind, lr=lr, torch_options={"lr": lr.clone(), "foreach": False})
     pair.steps()
@@ -338,16 +347,15 @@ def follow(pair, *schedules):
 
 @pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@kinds
-def test_schedulers(kind, scheduler):
-    pair = Pair(kind)
+def test_torchs_schedulers_drive_ours(scheduler):
+    pair = Pair("adamw")
     follow(pair, SCHEDULERS[scheduler](pair.ours), SCHEDULERS[scheduler](pair.torch))
 
 
 @pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.parametrize("built", ["before", "after"])
 @torch_kinds
-def test_schedulers_and_upgrade(kind, built):
+def test_schedulers_drive_an_upgraded_optimizer(kind, built):
     """A scheduler wraps optimizer.step; one built earlier has wrapped the old class's."""
     pair = Pair(kind)
     pair.ours = make_torch(kind, pair.params)
@@ -429,13 +437,13 @@ def test_lamb_without_eps(size):
 # --- torch's own GradScaler ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [None, "by hand", "in the step"])
-@pytest.mark.parametrize("dtype", [f32, f16, bf16])
+@pytest.mark.parametrize(
+    ("dtype", "clip"),  # it unscales no half gradients as we do, for a clipping by hand
+    [*itertools.product((f32, f16, bf16), (None, "in the step")), (f32, "by hand")],
+)
 @kinds
 def test_torchs_grad_scaler_drives_ours(kind, dtype, clip):
     """FP16 gradients, which it refuses to unscale, too: masters go as FP32 weights do."""
-    if clip == "by hand" and dtype != f32:
-        pytest.skip("unscales half gradients, or refuses to")
     norm = 0.5 if clip == "in the step" else None
     params = parameters(SHAPES, dtype)
     pair = Pair(kind, params, {}, master_weights=dtype != f32, max_grad_norm=norm)
@@ -483,3 +491,106 @@ def test_a_step_in_cpp_finds_the_gradients_of_masters():
     optimizer.end_backward(torch.tensor(4.0), True)
     optimizer.step()
     assert torch.equal(weight.detach(), torch.full_like(weight, 0.75))
+
+
+# --- any sequence ---------------------------------------------------------------------------------
+
+SOME_SHAPES = [(5,), (3, 4), (), (1,), (0,), (2, 3, 2, 2), (17,)]
+# A skipped first step makes states of zeros; those of "adagrad-all" start at another value.
+ALSO = {"adagrad-decay", "sgd", "sgd-dampening", "adam-decay", "adamw-amsgrad"}
+NAMES = sorted({*KINDS, *ALSO} - {"adagrad-all"})
+OF_ANY = ("add a group", "forget the state", "replace the state", "change hyper-parameters")
+rates = st.sampled_from([1e-3, 1e-2, 0.1])
+
+
+class Sequences(RuleBasedStateMachine):
+    """Whatever one does to an optimizer, in whatever order: ours stays with torch's."""
+
+    @initialize(name=st.sampled_from(NAMES), seed=st.integers(0, 9), count=st.integers(1, 5))
+    def build(self, name, seed, count):
+        torch.manual_seed(seed)
+        self.name, self.removed = name, []
+        params = parameters(SOME_SHAPES[:count])
+        self.pair = Pair(name, params, {"foreach": False}, skip_nonfinite=True)
+
+    def groups(self):
+        return [*self.pair.ours.param_groups, *self.pair.torch.param_groups]
+
+    @rule(missing=st.sets(st.integers(0, 6)), times=st.integers(1, 2))
+    def step(self, missing, times):
+        self.pair.steps(times, missing)
+        self.check()
+
+    def check(self):
+        self.pair.check(tolerance=2e-5, skipped=True)
+        assert all(torch.equal(param, value) for param, value in self.removed)
+
+    @rule(bad=st.sampled_from([float("inf"), float("nan")]))
+    def skipped_step(self, bad):
+        if not any(param.numel() for param in self.pair.params):
+            return
+        for param in self.pair.params:
+            param.grad = torch.full_like(param, bad)
+        self.pair.ours.step()
+        assert self.pair.ours.last_step.skipped == 1
+        self.check()
+
+    @rule(lr=rates, decay=st.sampled_from([0.0, 0.1]), tensor=st.booleans())
+    def change_group(self, lr, decay, tensor):
+        for group in self.groups():
+            group["lr"] = torch.tensor(lr) if tensor else lr
+            group["weight_decay"] = decay
+
+    @rule(momentum=st.sampled_from([0.0, 0.5, 0.9]))
+    def change_momentum(self, momentum):
+        for group in self.groups():
+            if "momentum" in group and not group["nesterov"]:
+                group["momentum"] = momentum
+
+    @rule(which=st.sampled_from(sorted(BETWEEN)), shape=st.sampled_from(SOME_SHAPES))
+    def change(self, which, shape):
+        params = self.pair.ours.param_groups[0]["params"]
+        if len(params) < 2 and which not in OF_ANY:
+            return
+        known, new = self.pair.params, torch.randn(params[1].shape if "data" in which else shape)
+        self.pair.both(lambda optimizer: BETWEEN[which](optimizer, nn.Parameter(new.clone())))
+        present = set(map(id, self.pair.params))
+        removed = [param for param in known if id(param) not in present]
+        self.removed += zip(removed, weights(removed), strict=True)
+        # torch does not save a state without its parameter, and Adagrad does not load an empty one.
+        for optimizer in (self.pair.ours, self.pair.torch):
+            known = {id(param) for param in params_of(optimizer)}
+            for param, state in list(optimizer.state.items()):
+                if id(param) not in known or not state:
+                    del optimizer.state[param]
+
+    @rule(shift=st.sampled_from([0.0, 1.0]))
+    def edit_weights(self, shift):
+        with torch.no_grad():
+            for each in self.pair.pairs():
+                for param in each:
+                    param.mul_(0.5).add_(shift)
+
+    @rule(protocol=st.sampled_from(["deepcopy", "pickle", "save"]))
+    def go_on_with_a_copy(self, protocol):
+        ours = self.pair.ours
+        if protocol == "deepcopy":
+            self.pair.ours = copy.deepcopy(ours)
+        elif protocol == "pickle":
+            self.pair.ours = pickle.loads(pickle.dumps(ours))
+        else:
+            groups = [{"params": group["params"], "lr": 1.0} for group in ours.param_groups]
+            self.pair.ours = make(self.name, groups, skip_nonfinite=True)
+            self.pair.ours.load_state_dict(through_a_file(ours.state_dict()))
+
+    @rule()
+    def load_from_torch(self):
+        self.pair.ours.load_state_dict(copy.deepcopy(self.pair.torch.state_dict()))
+
+    @rule()
+    def load_into_torch(self):
+        self.pair.torch.load_state_dict(copy.deepcopy(self.pair.ours.state_dict()))
+
+
+TestSequences = Sequences.TestCase
+TestSequences.settings = settings(max_examples=200, stateful_step_count=20, deadline=None)

@@ -24,10 +24,21 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ampfuse
 from ampfuse import amp, optim
-from cases import KINDS, QUANTIZED, bf16, f16, f32, history_of_norms, make, params_of
-from conftest import on_ranks
-from programs import in_processes
-from trainings import MODES, fractions, integers, with_whole_masters
+from cases import (
+    KINDS,
+    MODES,
+    QUANTIZED,
+    bf16,
+    f16,
+    f32,
+    fractions,
+    history_of_norms,
+    integers,
+    make,
+    params_of,
+    with_whole_masters,
+)
+from programs import in_processes, on_ranks
 
 on_any_number, on_several = on_ranks(1, 2, 4, "cuda"), on_ranks(2, 4)
 SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -134,7 +145,7 @@ FOLLOW_NORMS = [kind for kind in KINDS if kind.startswith(("lamb", "novograd"))]
 
 
 @on_any_number
-def test_every_optimizer():
+def test_shards_train_as_the_whole_with_every_optimizer():
     for kind in KINDS:
         train_both(kind, "rows", exact=kind not in FOLLOW_NORMS, steps=FEWER)
         train_both(kind, "rows", clip=True, exact=False, steps=min(FEWER, 24))
@@ -157,7 +168,7 @@ def test_groups_and_frozen_parameters():
 
 
 @on_any_number
-def test_spikes():
+def test_spikes_are_found_on_any_number_of_ranks():
     """Sums of squares of integers are exact, and so the same on any number of ranks."""
     both = params_in((f32, bf16), "rows")
     optimizers = [make("adamw", each, master_weights=True, skip_spikes=6.0) for each in both]
@@ -211,7 +222,7 @@ def test_a_gradient_that_was_read_in_vain_is_dropped_with_the_others():
 
 
 @on_any_number
-def test_every_place():
+def test_shards_train_as_the_whole_in_every_place():
     for places in PLACES:
         train_both("adamw", places, dtypes=(f32, bf16, f16), master_weights=True, steps=FEWER)
         train_both("adamw", places, clip=True, exact=False, steps=FEWER)
@@ -219,7 +230,7 @@ def test_every_place():
 
 
 @on_any_number
-def test_every_mode():
+def test_shards_train_as_the_whole_in_every_mode():
     """The shards of quantized states are whole blocks here."""
     kinds = ("adamw", "sgd-all", "lion-decay")
     for i, options in enumerate(MODES.values()):
@@ -228,7 +239,7 @@ def test_every_mode():
 
 
 @on_any_number
-def test_muon():
+def test_muon_trains_shards_as_the_whole():
     """Matrices by Muon, of which each rank has some whole, and the rest by AdamW."""
     modes = ({}, {"master_weights": True}, {"master_weights": "split", "state_dtype": "bf16"})
     for places, options in itertools.product(PLACES, modes):
@@ -333,7 +344,7 @@ def step_by_amp(loss, optimizer, infinite, max_norm=None):
 
 
 @on_any_number
-def test_fsdp():
+def test_fsdp_trains_as_the_whole():
     for dtype, options in [
         (f32, {}),
         (bf16, {"master_weights": True}),
@@ -349,7 +360,7 @@ def test_fsdp():
 
 
 @on_any_number
-def test_levels():
+def test_fsdp_trains_as_the_whole_at_each_level():
     for level, clip in itertools.product(("O0", "O1", "O2", "O4", "O5"), (False, True)):
         models, optimizers = networks_at(level, functools.partial(make, "adamw"))
         for step in range(min(FEWER, 20) if clip else FEWER):
@@ -397,7 +408,7 @@ def test_accumulation_in_fsdp():
 
 
 @on_several
-def test_collectives():
+def test_an_inspection_takes_one_collective():
     """An inspection takes one collective; LAMB has another for the norms of its updates."""
     gather = dist.all_gather_into_tensor
     with unittest.mock.patch.object(dist, "all_gather_into_tensor", wraps=gather) as calls:
@@ -420,7 +431,7 @@ def test_collectives():
 
 
 @on_any_number
-def test_zero_redundancy():
+def test_zero_redundancy_trains_as_the_whole():
     """States of each parameter on one rank; the others get its weights."""
     half = [(bf16, {"master_weights": "split"})]
     # (On CUDA torch's GradScaler, which scales what is not ours, takes no BF16.)
