@@ -1,6 +1,6 @@
 """Shared code of ampfuse's commands: a parser with short errors, types of arguments, checks.
 
-Nothing heavy is imported: ``--help`` must not wait for torch.
+It imports the standard library alone: ``ampfuse env`` runs without torch.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def run_alone(command: ModuleType, argv: list[str] | None = None) -> int:
     return status_of(lambda: command.run(parser, args), parser.prog)
 
 
-def status_of(run: Callable[[], int], prog: str, left: str = "nothing was written") -> int:
-    """Call `run` and return the exit status. Mistakes of the user and Ctrl-C print a line; `left`
-    says what the latter leaves."""
+def status_of(run: Callable[[], int], prog: str, after_ctrl_c: str = "nothing was written") -> int:
+    """Call `run` and return the exit status. Mistakes of the user and Ctrl-C print a line;
+    `after_ctrl_c` is what the latter says of the files."""
     try:
         return run()
     except (UsageError, OSError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2  # as argparse
     except KeyboardInterrupt:
-        print(f"\nInterrupted; {left}.", file=sys.stderr)
+        print(f"\nInterrupted; {after_ctrl_c}.", file=sys.stderr)
         return 130  # as a shell reports Ctrl-C
 
 

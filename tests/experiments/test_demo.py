@@ -73,15 +73,15 @@ def test_a_level_that_diverged_says_so(tmp_path, monkeypatch, capsys):
 
 
 def test_ctrl_c_leaves_nothing(tmp_path, monkeypatch, capsys):
-    note = Run._note
+    note = Run._record_step
 
     def interrupted(run: Run, *values: object) -> None:
         note(run, *values)
-        if run.step == 3:
+        if run.steps_done == 3:
             raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Run, "_note", interrupted)
+    monkeypatch.setattr(Run, "_record_step", interrupted)
     assert main("demo --device cpu --width 8 --epochs 2 --levels O0".split()) == 130
     assert capsys.readouterr().err.strip() == "Interrupted; nothing was written."
     assert not list(tmp_path.iterdir())

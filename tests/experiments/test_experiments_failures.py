@@ -73,7 +73,7 @@ WRONG = {
         "a b": "unrecognized arguments: b",
         "--variant O1 --mode amp": "--mode: not allowed with argument --variant",
         "--mode FP16 --opt-level O2": "--opt-level O2 sets the variant; give no other flag",
-        "--variant O1 --fp16": "--fp16: not allowed with argument --variant",
+        "--fp16": "unrecognized arguments: --fp16",
         "--variant O1 --opt-level O2": "--opt-level O2 sets the variant; give no other flag",
         "--variant tf32": "TF32 needs a GPU of sm_80",
         "--graph": "--graph: a CUDA graph needs a GPU",
@@ -88,7 +88,11 @@ WRONG = {
     "train cifar --device cpu --data empty": {  # before the data is read
         "--model vgg99": "unknown model 'vgg99'",
     },
-    "train imagenet --device cpu": {"--variant O2": "--data is required: a folder, digits or"},
+    "train imagenet --device cpu": {
+        "--variant O2": "--data is required: a folder, digits or",
+        "--variant O1 --fp16": "--fp16: not allowed with argument --variant",
+        "--mode amp": "unrecognized arguments: --mode",
+    },
     "train mnist --device cpu": {
         "--data dgits": "--data dgits: no such folder",
         "x": "--data x",

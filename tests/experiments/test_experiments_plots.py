@@ -167,6 +167,8 @@ def test_lines_and_error_bars_are_the_rows(source, kind, folder):
     title = {"published": "VGG16, published figures", "own": "VGG16 on synthetic CIFAR-10"}[source]
     column = {"time": "time_s", "memory": "memory_mb"}[kind]
     name = {"time": "training time of 100 iterations, s", "memory": "device memory, MB"}[kind]
+    if (source, kind) == ("published", "memory"):
+        name = "device memory, MiB"  # as nvidia-smi's
     figure = make_plot.against_batch(rows, kind, std=True)
     (axes,) = figure.axes
     lines = drawn_lines(axes)

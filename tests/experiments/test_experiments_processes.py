@@ -100,6 +100,7 @@ def trained(line, tmp_path_factory) -> Trained:
         ]
     # Before O0 is trained, whose line test_rank_0_alone_prints_and_writes() would count.
     lines += [(f"{line} --fsdp --fuse --variant O0 O2 --iterations 1", 2)]
+    lines += [(f"{line} --fsdp --model vgg16 --iterations 1", 2)]
     return run_by_two(lines, folder)
 
 
@@ -149,6 +150,7 @@ def test_goes_on_with_the_same_bits(way, trained):
 def test_what_does_not_go_together_is_said(trained, line, tmp_path, capsys):
     for error in trained.errors:
         assert "imagenet: error: --fsdp --fuse: batch norms among half weights are sharded" in error
+        assert "imagenet: error: --fsdp: only ResNets can be sharded, not vgg16" in error
     for flag, said in (("--fsdp", "needs several processes"), ("--sync_bn", "only between GPUs")):
         assert imagenet.main(f"{line} {flag} --iterations 1 -o {tmp_path}".split()) == 2
         assert flag in (error := capsys.readouterr().err)

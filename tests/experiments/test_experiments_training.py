@@ -23,11 +23,11 @@ pytest.importorskip("tqdm")
 from ampfuse._core import EXTENSION as _C
 from ampfuse.command_line import UsageError
 from ampfuse.experiments import cifar, make_table, mlp, training
-from ampfuse.experiments.command import load_checkpoint, report, train_all
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.distributed import World
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.settings import VARIANTS, Settings
+from ampfuse.experiments.sweep import load_checkpoint, report, train_all
 from ampfuse.experiments.training import Diverged, Job, Record, Run
 from ampfuse.experiments.variants import build_variant, squared_error
 from ampfuse.graphs import EAGER_CALLS
@@ -78,12 +78,12 @@ whole_run = functools.cache(trained)
 def stopped(settings: Settings, step: int, folder: Path) -> dict:
     """The checkpoint of a run that was saved in that step and then interrupted."""
     run = run_of(settings, folder)
-    name = "_note" if step % run.data.batches_per_epoch else "_end_epoch"
+    name = "_record_step" if step % run.data.batches_per_epoch else "_end_epoch"
     original = getattr(run, name)
 
     def and_stop(*values: torch.Tensor) -> None:
         original(*values)
-        if run.step == step:
+        if run.steps_done == step:
             if run._steps:
                 run._end_interval()
             run.save()
@@ -350,12 +350,20 @@ def test_advice_fits_the_variant():
 )
 def test_when_a_run_has_diverged(losses, scale, skipped, said):
     run, freq = run_of(BASE), BASE.print_freq
-    run.step, run.record = len(losses), Record(losses=losses)
+    run.steps_done, run.record = len(losses), Record(losses=losses)
     for first in range(0, len(losses), freq):
         overflows = [first + i for i, x in enumerate(skipped[first : first + freq], 1) if x]
         run.record.intervals.append({"loss_scale": scale, "overflow_steps": overflows})
     with pytest.raises(Diverged, match=said) if said else contextlib.nullcontext():
-        run._check()
+        run._raise_if_diverged()
+
+
+def test_ten_overflows_in_a_row_at_a_static_scale_end_a_run():
+    run = run_of(dataclasses.replace(BASE, loss_scale=128.0))
+    run.steps_done, run.record = 10, Record(losses=[1.0] * 10)
+    run.record.intervals.append({"loss_scale": 128.0, "overflow_steps": [*range(1, 11)]})
+    with pytest.raises(Diverged, match="every step overflows, even at a loss scale of 128"):
+        run._raise_if_diverged()
 
 
 def test_prof_writes_a_trace_and_no_result(tmp_path, capsys):

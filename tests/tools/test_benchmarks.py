@@ -345,7 +345,7 @@ CALLS = dict(re.findall(r'^  \[(\d)\]="(.*)"$', GATE, re.MULTILINE))
 
 
 def test_the_gate_asks_for_the_packages_of_the_experiments():
-    training = (ROOT / "python/ampfuse/experiments/command.py").read_text()
+    training = (ROOT / "python/ampfuse/experiments/sweep.py").read_text()
     (checked,) = re.findall(r'check_installed\("experiments", (.*)\)', training)
     (asked,) = re.findall(r"^experiments\(\) {\n  needs_packages (.*)", GATE, re.MULTILINE)
     assert {*asked.split(",")} == {*re.findall(r"\w+", checked)}

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ampfuse.experiments.command import sweep
 from ampfuse.experiments.settings import Recipe, Script
+from ampfuse.experiments.sweep import sweep
 
 E1 = Recipe(
     "e1",

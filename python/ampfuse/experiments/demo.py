@@ -17,9 +17,9 @@ from ampfuse import hardware
 from ampfuse.command_line import at_least, check_installed, check_writable, run_alone
 from ampfuse.devices import choose_device, device_name
 from ampfuse.experiments import make_plot, make_table
-from ampfuse.experiments.command import DIVERGED, train_all
 from ampfuse.experiments.results import rows_of
 from ampfuse.experiments.settings import LEVELS, Settings, has_tf32_and_bf16
+from ampfuse.experiments.sweep import DIVERGED, train_all
 from ampfuse.experiments.training import Job
 
 _NOTES = """\

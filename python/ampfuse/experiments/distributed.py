@@ -65,6 +65,8 @@ def check(settings: Settings, world: World, device: torch.device) -> None:
         raise UsageError("--graph: capture under torchrun is not supported; leave it out")
     if settings.fsdp and world.size == 1:
         raise UsageError("--fsdp needs several processes; start them with torchrun")
+    if settings.fsdp and "resne" not in settings.model:
+        raise UsageError(f"--fsdp: only ResNets can be sharded, not {settings.model}")
     if settings.fsdp and settings.fuse and settings.precision in HALF_LEVELS:
         raise UsageError("--fsdp --fuse: batch norms among half weights are sharded apart")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ampfuse import hardware
-from ampfuse.experiments.command import sweep
 from ampfuse.experiments.settings import Recipe, Script
+from ampfuse.experiments.sweep import sweep
 
 
 def _e4(precision: str, flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@
   make_plot --published                            the published figures of VGG16 on CIFAR-10
 """
 
-# The module's docstring is the text of `make_plot --help`. Nothing heavy is imported up here.
+# The module's docstring is the text of `make_plot --help`.
 from __future__ import annotations
 
 import argparse
@@ -127,7 +127,7 @@ _DASHES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 3)), (0
 
 
 def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figure | None:
-    """Draw training "time", or "memory" in MB of 10^6 bytes, against batch size.
+    """Draw training "time", or "memory" in MB of 10^6 bytes (published: MiB), against batch size.
 
     There is a line for each GPU and variant; for a single batch size, a bar for each. Where a
     variant diverged, text says so. All rows are of one model. `std` adds error bars: the sample
@@ -148,6 +148,8 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
         what += f" of {listed(lengths)}"
     if {row.memory_kind for row in rows} == {"process RSS"} and kind == "memory":
         what = "memory of the process"
+    if kind == "memory" and not any(row.runs for row in rows):
+        unit = "MiB"  # nvidia-smi's
     batches = sorted({row.batch_size for row in rows})
     are_bars = len(batches) == 1
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")  # inches: a notebook's column
@@ -224,7 +226,7 @@ _DATA = {"cifar10": "CIFAR-10", "mnist": "MNIST", "imagenet": "ImageNet", "digit
 
 def _title_of(rows: Sequence[Row]) -> str:
     """The model and its data: "VGG16 on CIFAR-10"; for published results, the model alone."""
-    model = "mnist_cnn" if rows[0].experiment == "demo" else rows[0].model
+    model = rows[0].model
     data = []
     for conditions in (row.conditions for row in rows if row.runs):
         kind = conditions["kind"]
@@ -233,7 +235,8 @@ def _title_of(rows: Sequence[Row]) -> str:
         else:
             data.append(_DATA.get(conditions["data"], kind))
     on = f" on {listed(_distinct(data))}" if data else ", published figures"
-    return _MODELS.get(model, model.replace("resnet", "ResNet-")) + on
+    name = "CNN" if rows[0].experiment == "demo" else _MODELS.get(model)
+    return (name or model.replace("resnet", "ResNet-")) + on
 
 
 main = functools.partial(run_alone, sys.modules[__name__])

@@ -8,7 +8,7 @@ the published ones. Every row says whose it is.
   make_table e5       an MLP and a CNN for MNIST: time, memory
 """
 
-# The module's docstring is the text of `make_table --help`. Nothing heavy is imported up here.
+# The module's docstring is the text of `make_table --help`.
 from __future__ import annotations
 
 import argparse
@@ -133,8 +133,8 @@ def _cell(name: str) -> Callable[[Row], str]:
     return functools.partial(_shown, name=name)
 
 
-# The text of each column but the note.
-CELLS: dict[str, Callable[[Row], str]] = {
+# The text of each column but the note: of all rows, and of measured ones alone.
+_OF_ALL: dict[str, Callable[[Row], str]] = {
     "source": lambda row: "measured here" if row.runs else "published",
     "environment": _cell("platform"),
     "GPU": _device,
@@ -153,17 +153,16 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "loss last": _cell("loss_last"),
     "loss mean": _cell("loss_mean"),
     "n": _cell("n"),
-    # Of measured runs.
+}
+_OF_MEASURED: dict[str, Callable[[Row], str]] = {
     "step, ms": lambda row: _shown(row, "time_s", 1e3 / row.iterations),
     "skipped": lambda row: f"{row.skipped_steps:.4g}",
     "scale": lambda row: "" if row.scale is None else f"{row.scale:,.10g}",
     "outcome": lambda row: row.note,
 }
+CELLS = {**_OF_ALL, **_OF_MEASURED}
 # The columns of a table beside published rows, and of a command that trains.
-PUBLISHED = (
-    "source|environment|GPU|model|variant|optimizer|batch size|iterations|epochs|time, s|images/s|"
-    "min|max|memory, MB|accuracy, %|loss last|loss mean|n|note"
-).split("|")
+PUBLISHED = [*_OF_ALL, "note"]
 _TRAINED = "variant|batch size|step, ms|images/s|memory, MB|loss last|accuracy, %|skipped|scale"
 TRAINED = [*_TRAINED.split("|"), "outcome"]
 

@@ -3,8 +3,8 @@
 import functools
 import sys
 
-from ampfuse.experiments.command import sweep
 from ampfuse.experiments.settings import Recipe, Script
+from ampfuse.experiments.sweep import sweep
 
 E5 = Recipe(
     "e5",

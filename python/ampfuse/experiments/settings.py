@@ -171,11 +171,14 @@ def _add_what(group: argparse._ArgumentGroup, script: Script) -> None:
     names = (*VARIANTS, "all")
     variants = "one or several, or all (default: FP32 and O2, or O5 on a CPU)"
     add_variant("--variant", nargs="+", choices=names, metavar="NAME", help=variants)
-    modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
-    add_variant("--mode", choices=("FP32", "FP16", "amp"), help=modes)
-    mode = {"action": "store_const", "const": "fp16", "dest": "mode"}
-    add_variant("--fp16", **mode, help="E4's name for O2 with a static scale")
-    add("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O1")
+    group.set_defaults(mode=None)
+    if script.name == "cifar":
+        modes = "E1's: FP32, FP16 (O2 with a static scale of 128), amp (O1, or --opt-level)"
+        add_variant("--mode", choices=("FP32", "FP16", "amp"), help=modes)
+    if script.name == "imagenet":
+        mode = {"action": "store_const", "const": "fp16", "dest": "mode"}
+        add_variant("--fp16", **mode, help="E4's name for O2 with a static scale")
+    add("--opt-level", choices=LEVELS, metavar="O0..O5", help="the same as --variant O0..O5")
     add_scale("--loss-scale", type=scale, metavar="N|dynamic", help="for variants that scale")
     add_scale("--static-loss-scale", type=positive, metavar="N", help="same as --loss-scale N")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")

@@ -71,8 +71,7 @@ class Record:
 
 
 class Run:
-    """One run of `settings` on `data`, from scratch or from a checkpoint: `step` of `total` steps
-    are done."""
+    """Trains one run of `settings` on `data`, from scratch or from a checkpoint."""
 
     def __init__(
         self,
@@ -88,15 +87,17 @@ class Run:
         self.seed = settings.seed + settings.repeat
         steps_of_epochs = (settings.epochs or math.inf) * data.batches_per_epoch
         self.total = int(min(settings.iterations or math.inf, steps_of_epochs))
-        self.step = resume["step"] if resume else 0
-        if self.step > self.total:
+        self.steps_done = resume["step"] if resume else 0
+        if self.steps_done > self.total:
             asked = f"{self.total} are asked for"
-            raise UsageError(f"--resume: the checkpoint has done {self.step} steps, but {asked}")
+            raise UsageError(
+                f"--resume: the checkpoint has done {self.steps_done} steps, but {asked}"
+            )
         self.record = resume["record"] if resume else Record()
         if resume and resume.get("device") != device_name(self.device):  # keeps losses
             self.record = replace(self.record, step_ms=[], time_s=0.0, memory_bytes=0)
         # The first steps capture the graph and are not timed.
-        self._timed_from = self.step + (EAGER_CALLS + 1 if settings.graph else 0)
+        self._timed_from = self.steps_done + (EAGER_CALLS + 1 if settings.graph else 0)
         self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
         self._tensors: int | None = None  # peak bytes of the tensors of a warm-up, if measured
         self._steps: list[Tensor] = []  # loss, loss scale and skip of each step of the interval
@@ -133,16 +134,23 @@ class Run:
         settings = self.settings
         title = f"{settings.model} {settings.variant} {settings.repeat + 1}/{settings.repeats}"
         hidden = True if self.world.rank else None  # None: hidden unless in a terminal
-        bar = tqdm(desc=title, total=self.total, initial=self.step, leave=False, disable=hidden)
+        bar = tqdm(
+            desc=title, total=self.total, initial=self.steps_done, leave=False, disable=hidden
+        )
         with bar as self._bar, self._profile():
             self._clock.resume()
-            while self.step < self.total:
-                batches = self.data.train_batches(*divmod(self.step, self.data.batches_per_epoch))
-                for inputs, targets in islice(batches, self.total - self.step):
-                    factor = lr_factor(settings.schedule, self.step, self.total, settings.warmup)
+            while self.steps_done < self.total:
+                batches = self.data.train_batches(
+                    *divmod(self.steps_done, self.data.batches_per_epoch)
+                )
+                for inputs, targets in islice(batches, self.total - self.steps_done):
+                    factor = lr_factor(
+                        settings.schedule, self.steps_done, self.total, settings.warmup
+                    )
                     self._lr = settings.lr * factor
                     variant.set_lr(self._lr)
-                    self._note(*variant.step(inputs, targets))  # nothing here waits for the device
+                    # Nothing here waits for the device.
+                    self._record_step(*variant.step(inputs, targets))
                 self._end_epoch()
 
     def _start(self) -> None:
@@ -172,16 +180,16 @@ class Run:
         trace = f"{self.stem}.trace.json"
         return torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(trace))
 
-    def _note(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
+    def _record_step(self, loss: Tensor, loss_scale: Tensor, skipped: Tensor) -> None:
         """A step has ended. The tensors are overwritten by the next step if it is a graph."""
         self._clock.mark()
         self._steps.append(torch.stack((loss, loss_scale, skipped)))
-        self.step += 1
+        self.steps_done += 1
         self._bar.update()
-        if self.step == self._timed_from:
+        if self.steps_done == self._timed_from:
             self._clock.resume()
-        ends = self.step % self.data.batches_per_epoch == 0 or self.step == self.total
-        if ends or self.step % self.settings.print_freq == 0:
+        ends = self.steps_done % self.data.batches_per_epoch == 0 or self.steps_done == self.total
+        if ends or self.steps_done % self.settings.print_freq == 0:
             self._end_interval()
 
     def _end_epoch(self) -> None:
@@ -194,7 +202,7 @@ class Run:
             accuracy = right / images if self.data.classes else None
             record.memory_bytes = max(record.memory_bytes, self._tensors or self.memory.peak())
             evaluation = {
-                "step": self.step,
+                "step": self.steps_done,
                 "time_s": record.time_s,
                 "loss": loss / images,
                 "accuracy": accuracy,
@@ -209,19 +217,19 @@ class Run:
     def _end_interval(self) -> None:
         """Wait for the device, and read the measurements of the interval's steps."""
         record = self.record
-        if self.step > self._timed_from:
+        if self.steps_done > self._timed_from:
             step_ms = self._clock.flush()
             record.step_ms += step_ms
             record.time_s += sum(step_ms) / 1e3
         losses, scales, skipped = torch.stack(self._steps).T.tolist()
         self._steps.clear()
         losses = [total / self.world.size for total in self.world.sum(losses)]
-        first = self.step - len(losses) + 1
+        first = self.steps_done - len(losses) + 1
         record.losses += losses
         record.skipped_steps += int(sum(skipped))
         record.memory_bytes = max(record.memory_bytes, self._tensors or self.memory.peak())
         interval = {
-            "step": self.step,
+            "step": self.steps_done,
             "time_s": record.time_s,
             "loss": mean_of_finite(losses),
             "lr": self._lr,
@@ -230,19 +238,20 @@ class Run:
         }
         record.intervals.append(interval)
         self._bar.set_postfix(loss=interval["loss"])
-        self._check()
+        self._raise_if_diverged()
         self._clock.resume()
 
-    def _check(self) -> None:
+    def _raise_if_diverged(self) -> None:
         """Raise Diverged if the interval ends in non-finite losses, or the last ten steps were
-        skipped at a scale of at most 1. Under a dynamic scale, one non-finite loss is normal: that
-        step is skipped."""
+        skipped at a static scale or one of at most 1. Under a dynamic scale, one non-finite loss is
+        normal: that step is skipped."""
         losses, intervals = self.record.losses, self.record.intervals[-10:]
         if not any(map(math.isfinite, losses[-3 if intervals[-1]["overflow_steps"] else -1 :])):
             raise Diverged(f"the training loss became {losses[-1]}")
-        at_small_scales = [each for each in intervals if each["loss_scale"] <= 1.0]
-        overflows = {step for each in at_small_scales for step in each["overflow_steps"]}
-        if overflows.issuperset(range(self.step - 9, self.step + 1)):
+        if not isinstance(self.settings.loss_scale, float):  # a larger one may still be halved
+            intervals = [each for each in intervals if each["loss_scale"] <= 1.0]
+        overflows = {step for each in intervals for step in each["overflow_steps"]}
+        if overflows.issuperset(range(self.steps_done - 9, self.steps_done + 1)):
             scale = intervals[-1]["loss_scale"]
             raise Diverged(f"every step overflows, even at a loss scale of {scale:.10g}")
 
@@ -257,7 +266,7 @@ class Run:
         values = {
             "format": FORMAT,
             "settings": asdict(self.settings),
-            "step": self.step,
+            "step": self.steps_done,
             "device": device_name(self.device),
             "model": model,
             "optimizer": optimizer,
@@ -289,7 +298,7 @@ class Run:
         times = record.step_ms or [math.nan]
         mean_ms = statistics.fmean(times)
         images = self.settings.batch_size * self.world.size
-        at_end = (each for each in record.evaluations if each["step"] == self.step)
+        at_end = (each for each in record.evaluations if each["step"] == self.steps_done)
         test = next(at_end, {"loss": None, "accuracy": None})
         accuracy = test["accuracy"]
         now = datetime.datetime.now(datetime.timezone.utc)
@@ -312,7 +321,7 @@ class Run:
             "loss_mean": mean_of_finite(record.losses),
             "loss_scale": self.variant.loss_scale() if self.variant else None,
             "skipped_steps": record.skipped_steps,
-            "diverged": self._stop(reason) if reason else None,
+            "diverged": self._early_end(reason) if reason else None,
             "conditions": {  # what repeats have in common, except the fields above
                 **{name: settings[name] for name in settings if name not in _NO_CONDITION},
                 **self.data.describe(),
@@ -329,13 +338,13 @@ class Run:
         }
         return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
-    def _stop(self, reason: str) -> dict[str, Any]:
+    def _early_end(self, reason: str) -> dict[str, Any]:
         """The step after the last finite loss, or that which needed more memory; the reason."""
         if reason == OUT_OF_MEMORY:
-            return {"step": min(self.step + 1, self.total), "reason": reason}
+            return {"step": min(self.steps_done + 1, self.total), "reason": reason}
         losses = enumerate(self.record.losses, 1)
         last_finite = max((step for step, loss in losses if math.isfinite(loss)), default=0)
-        return {"step": min(last_finite + 1, self.step), "reason": reason}
+        return {"step": min(last_finite + 1, self.steps_done), "reason": reason}
 
 
 def lr_factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> float:

@@ -63,7 +63,7 @@ def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
     todo = runs_of(args, script, device)
     if args.data not in (None, *WITHOUT_FOLDER) and not Path(args.data).expanduser().is_dir():
         raise UsageError(f"--data {args.data}: no such folder; create it to download into it")
-    _check(todo, world, device)
+    _check_runs(todo, world, device)
     label = file_name(args.GPU or device_name(device))
     job = Job(device, world, args.output / label, label, bool(args.checkpoints), args.prof > 0)
     check_writable("--output", job.folder)
@@ -81,7 +81,7 @@ def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
     return DIVERGED if any(row.diverged for row in rows) else 0
 
 
-def _check(todo: Sequence[Settings], world: World, device: torch.device) -> None:
+def _check_runs(todo: Sequence[Settings], world: World, device: torch.device) -> None:
     """Raise UsageError for any of the runs `todo` that would fail, before the first one trains."""
     for settings in todo:
         distributed.check(settings, world, device)
@@ -122,7 +122,8 @@ def train_all(
         except KeyboardInterrupt:
             saved = [path for path in checkpoints if path.is_file()]
             if saved and job.world.rank == 0:
-                print(f"\nTo continue: {command} --resume {shlex.quote(str(saved[-1]))}")
+                by = "torchrun, with as many processes, of " if job.world.size > 1 else ""
+                print(f"\nTo continue: {by}{command} --resume {shlex.quote(str(saved[-1]))}")
             raise
         result = run.result(reason)
         resume = None
