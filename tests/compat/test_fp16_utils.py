@@ -701,6 +701,19 @@ def test_checkpoints_of_2018_and_2019(scaling, flat):
     assert torch.equal(fp32_params(again), fp32_params(optimizer))
 
 
+@pytest.mark.parametrize("other", ["longer", "shorter", "more groups"])
+def test_a_flat_state_of_another_model_is_refused(other):
+    _, optimizer = start(ClippedAdam, 0.05, wrapper=ContribOptimizer)
+    state = optimizer.state_dict()
+    flat = joined(param for group in state.pop("fp32_groups") for param in group)
+    sizes = {"longer": [flat.numel() + 1], "shorter": [flat.numel() - 1]}
+    state["fp32_groups_flat"] = [torch.zeros(n) for n in sizes.get(other, [flat.numel(), 1])]
+    before = fp32_params(optimizer).clone()
+    with pytest.raises(ValueError, match="saved from another model"):
+        optimizer.load_state_dict(state)
+    assert torch.equal(fp32_params(optimizer), before)
+
+
 def test_a_static_scale_that_becomes_dynamic_has_the_bounds_of_its_class():
     _, optimizer = start(wrapper=ContribOptimizer)
     args = {"scale_factor": 4.0, "scale_window": 7}

@@ -205,11 +205,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
             own, saved = [group["params"] for group in self.param_groups], state["fp32_groups"]
         params = [param for group in own for param in group]
         values = [value for group in saved for value in group]
-        if [p.shape for p in params] != [value.shape for value in values]:
-            raise ValueError(
-                f"The state holds {len(values)} master weights, this optimizer has {len(params)}, "
-                "or their shapes differ: it was saved from another model. Nothing was loaded."
-            )
+        _check_sizes([p.shape for p in params], [value.shape for value in values])
         scaling, dynamic = _scaling(state.get("loss_scaler", state)), state["dynamic_loss_scale"]
         LossScaler.check_state(scaling)
         self.optimizer.load_state_dict(state["optimizer_state_dict"])
@@ -244,12 +240,22 @@ def _scaling(saved: Any) -> dict[str, Any]:
     return {"loss_scale": state["cur_scale"], "unskipped": since}
 
 
+def _check_sizes(own: list[Any], saved: list[Any]) -> None:
+    if own != saved:
+        raise ValueError(
+            f"The state holds {len(saved)} master weights, this optimizer has {len(own)}, or "
+            "their shapes differ: it was saved from another model. Nothing was loaded."
+        )
+
+
 def _unflattened(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A state dict that apex saved in 2018, with one flat master and flat moments per group."""
     inner, first = state["optimizer_state_dict"], 0
     states: dict[int, dict[str, Any]] = {}
     groups, masters = [], []
     rows = inner["param_groups"], state["fp32_groups_flat"], optimizer.param_groups
+    own_sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+    _check_sizes(own_sizes, [flat.numel() for flat in state["fp32_groups_flat"]])
     for group, flat, own in zip(*rows, strict=True):
         params = own["params"]
         keys = range(first, first := first + len(params))
