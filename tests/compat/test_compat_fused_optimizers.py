@@ -473,13 +473,14 @@ def test_contribs_fused_adam_steps_on_gradients_that_it_is_given():
     assert is_fused(optimizer)
     with pytest.raises(ValueError, match="grads has 2 tensors for 3 parameters"):
         optimizer.step(grads=first[:2])
-    grads = [g.half() * 8 for g in first]
+    grads, own = [g.half() * 8 for g in first], [p.grad for p in ps]
     optimizer.step(grads=[grads], output_params=[halves], scale=8.0, grad_norms=[1.0])
     for q, g in zip(twins, grads, strict=True):
         q.grad = g.float() / 8
     plain.step()
     assert_same(ps, twins)
     assert_same(halves, [p.half() for p in ps])
+    assert all(p.grad is g for p, g in zip(ps, own, strict=True))
     # Its own are divided, too, and stay as they were.
     scaled = [8 * g for g in second]
     for q, g in zip(twins, scaled, strict=True):

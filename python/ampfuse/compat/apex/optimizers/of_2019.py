@@ -87,16 +87,15 @@ class StepsOnGivenGradients(FusedOptimizer, own_step=False):
 
         def evaluate() -> Any:
             loss = closure() if closure is not None else None
-            own.extend(param.grad for param in params)
             if given is not None or scale != 1.0:
+                own.extend(param.grad for param in params)
                 for param, grad in zip(params, own if given is None else given, strict=True):
                     param.grad = None if grad is None else grad.to(param.dtype) / scale
             return loss
 
         result = super().step(evaluate)
-        if given is None and scale != 1.0:
-            for param, grad in zip(params, own, strict=True):
-                param.grad = grad
+        for param, grad in zip(params, own, strict=False):  # none, if none were replaced
+            param.grad = grad
         if outputs is not None:
             for out, param in zip(outputs, params, strict=True):
                 out.copy_(param)
