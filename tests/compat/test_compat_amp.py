@@ -77,7 +77,7 @@ def told(number, scale):
     [
         ({}, [told(1, 512.0), told(1, 256.0), told(0, 512.0)]),
         ({"verbosity": 0}, []),
-        ({"verbosity": 2}, []),
+        ({"verbosity": 2}, [told(1, 512.0), told(1, 256.0), told(0, 512.0)]),
         ({"loss_scale": 128.0}, []),
     ],
     ids=str,
@@ -90,6 +90,7 @@ def test_each_overflow_is_printed_as_apex_did(level, options, printed, capsys, c
         train(model, optimizer, factor, loss_id=loss_id)
     assert capsys.readouterr().out.splitlines() == printed
     assert "skipped" not in caplog.text
+    assert "Gradient overflow" not in caplog.text  # not twice
 
 
 def test_an_overflow_of_several_optimizers_is_printed_once(capsys):

@@ -90,7 +90,7 @@ def initialize(
     """:func:`ampfuse.amp.initialize` with apex's arguments, by position too.
 
     At O1 and O4 autocast stays on outside ``forward`` too, see
-    :func:`ampfuse.amp.cast_everywhere`. With ``verbosity=1`` each overflow prints apex's line.
+    :func:`ampfuse.amp.cast_everywhere`. Each overflow prints apex's line unless `verbosity` is 0.
     Errors are ampfuse's; an ``FP16_Optimizer`` raises RuntimeError too. For contradictory
     options they are warnings if ``_amp_state.hard_override`` is set.
 
@@ -130,8 +130,9 @@ def initialize(
     ]
     # Scripts save scalers as objects. They hold numbers only: weights_only=True may load them.
     torch.serialization.add_safe_globals([LossScaler])
+    # From 2 on scale_loss would log the overflows that after_pass prints.
     session = sessions.Session(
-        policy, list(scalers), verbosity, everywhere=True, after_pass=after_pass
+        policy, list(scalers), min(verbosity, 1), everywhere=True, after_pass=after_pass
     )
     allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)

@@ -50,9 +50,7 @@ _passes: deque[tuple[int, Sample]] = deque()
 def _report_overflows(session: sessions.Session, loss_id: int, optimizers: list[Any]) -> None:
     """Print apex's line for each overflow that is known by now: on a GPU some passes later."""
     scaler, scale = session.loss_scalers[loss_id], session.loss_scalers[loss_id].current
-    if not (scaler.dynamic and session.verbosity == 1):  # from 2 on amp.scale_loss tells
-        return
-    if is_captured(scale):
+    if not (scaler.dynamic and session.verbosity >= 1) or is_captured(scale):
         return
     flags = [optimizer.pass_found_inf_flag for optimizer in optimizers]
     _passes.append((loss_id, Sample(scale, *flags)))
