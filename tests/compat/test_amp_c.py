@@ -1,6 +1,7 @@
 """``amp_C`` and ``fused_adam_cuda``: argument orders, flags, errors, and apex's formulas."""
 
 import functools
+import inspect
 import itertools
 
 import pytest
@@ -675,6 +676,13 @@ def test_numbers_that_do_not_fit(name, place, message):
         call(name, flag_of(0, "cpu"), lists, options)
 
 
+def test_an_operation_shows_its_own_call():
+    call_of = inspect.signature(amp_C.multi_tensor_adam)
+    assert list(call_of.parameters) == ["chunk_size", "noop_flag", "tensor_lists", "values"]
+    names = "lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay"
+    assert inspect.getdoc(amp_C.multi_tensor_adam).endswith(f"Values: {names}.")
+
+
 # --- fused_adam_cuda ------------------------------------------------------------------------------
 
 
@@ -705,6 +713,14 @@ def test_fused_adam_cuda_steps_copies_and_undoes(name, dtype, of_grad, bias_corr
             torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
     empty = torch.tensor([], dtype=f32)  # no copy is asked for
     fused_adam_cuda.adam(p, empty, m, v, g, *given)
+
+
+def test_fused_adam_cuda_steps_numbers_without_a_copy():
+    p, m, v, g = torch.tensor(1.0), torch.tensor(0.0), torch.tensor(0.0), torch.tensor(2.0)
+    flag = torch.zeros(1, dtype=torch.int32)
+    numbers = 0.1, 0.9, 0.999, 1e-8, 1.0, 1, 1, 1, 0.0
+    fused_adam_cuda.adam_mt(0, flag, [[p], [m], [v], [g]], *numbers)
+    torch.testing.assert_close(p, torch.tensor(0.9))
 
 
 def test_reversible_adam_leaves_what_overflows():

@@ -64,7 +64,7 @@ def _numbers(p: Tensor, grad: Tensor, *numbers: Any) -> Any:
 
 def _for_each(adam: Any, chunk_size: int, flag: Tensor, lists: Any, *numbers: Any) -> None:
     for p, m, v, grad, *copy in zip(*lists, strict=True):
-        adam(p, *(copy or [p[:0]]), m, v, grad, *numbers)
+        adam(p, *(copy or [p.new_empty(0)]), m, v, grad, *numbers)
 
 
 def maybe_adam_undo_mt(chunk_size: int, flag: Tensor, lists: Any, *numbers: Any) -> None:

@@ -8,6 +8,7 @@ for weight decay through the gradient and 1 for decoupled decay.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -44,19 +45,20 @@ _LAMB = (
 
 
 def _operation(names: str, *types: Types, **defaults: Any) -> Callable[..., Callable[..., None]]:
-    """Make ``f(noop_flag, lists, numbers)`` an operation of ``amp_C``, whose arguments lack names.
+    """Turn ``f(noop_flag, lists, numbers)`` into an operation with ``amp_C``'s positional call.
 
-    A call is ``f(chunk_size, noop_flag, tensor_lists, *values)``. `names` are those of the values;
-    those ``per_tensor`` are tensors of as many elements. `types` has the lists: gradients,
-    parameters, half weights that receive these (models), a place for updates, and the states of
-    the algorithm. A second one is for calls with another number of lists. The last values may have
-    `defaults`.
+    `names` are the names of the values, in order; a ``per_tensor`` one is a tensor with an element
+    for each row. `types` has the lists: gradients, parameters, half weights that receive these
+    (models), a place for updates, and the states of the algorithm. A second one is for calls with
+    another number of lists. The last values may have `defaults`.
     """
     name_of = names.split()
 
     def decorate(run: Callable[[Tensor, Lists, Numbers], None]) -> Callable[..., None]:
         @functools.wraps(run)
-        def operation(_: int, noop_flag: Tensor, tensor_lists: TensorLists, *values: Any) -> None:
+        def operation(
+            chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, *values: Any
+        ) -> None:
             numbers = {**defaults, **dict(zip(name_of, values, strict=False))}
             if len(numbers) < len(name_of) or len(values) > len(name_of):
                 problem = f"got {len(values)} values after the lists of tensors"
@@ -68,6 +70,8 @@ def _operation(names: str, *types: Types, **defaults: Any) -> Callable[..., Call
                     raise RuntimeError(f"{run.__name__}: {problem}.")
             run(noop_flag, lists, numbers)
 
+        del operation.__wrapped__  # the signature is that of the call
+        operation.__doc__ = f"{inspect.getdoc(run)}\n\nValues: {', '.join(name_of)}."
         return operation
 
     return decorate
