@@ -22,10 +22,13 @@ from ampfuse import _core, ops
 # isort: off
 # fmt: off
 from ampfuse.compat.apex.list_steps import (
-    TensorLists, checked, multi_tensor_adagrad, multi_tensor_adam, multi_tensor_adam_capturable,
+    multi_tensor_adagrad, multi_tensor_adam, multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master, multi_tensor_lamb, multi_tensor_lamb_mp,
     multi_tensor_lamb_stage1_cuda, multi_tensor_lamb_stage2_cuda, multi_tensor_novograd,
-    multi_tensor_sgd, rows, set_flag, without_integers,
+    multi_tensor_sgd,
+)
+from ampfuse.compat.apex.multi_tensor_apply import (
+    TensorLists, checked, rows, set_flag, without_integers,
 )
 
 __all__ = [
@@ -99,12 +102,13 @@ def multi_tensor_unscale_l2norm(
 
 
 def multi_tensor_l2norm_scale(
-    _: int, flag: Tensor, lists: TensorLists, scale: float, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
+    chunk_size: int, flag: Tensor, lists: TensorLists, scale: float,
+    per_tensor: bool | None = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``out = in * scale`` for the lists (in, out), and the norm of the unscaled `in`."""
     src, _dst = rows("multi_tensor_l2norm_scale", lists, 2)
-    norms = multi_tensor_l2norm(_, flag, [src], per_tensor)
-    multi_tensor_scale(_, flag, lists, scale)
+    norms = multi_tensor_l2norm(chunk_size, flag, [src], per_tensor)
+    multi_tensor_scale(chunk_size, flag, lists, scale)
     return norms
 
 

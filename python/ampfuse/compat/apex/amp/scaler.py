@@ -12,7 +12,7 @@ from torch import Tensor
 import ampfuse.amp.scaler
 from ampfuse import ops
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
-from ampfuse.compat.apex.list_steps import set_flag
+from ampfuse.compat.apex.multi_tensor_apply import set_flag
 
 # Names that apex's pickles use for the fields of `ScaleRule`, in its order; and where the
 # constructor's argument differs.
