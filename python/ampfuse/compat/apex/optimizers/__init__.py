@@ -51,18 +51,17 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
     set_grad_none = True
     skip_by_default = False
     _not_in_groups = frozenset()  # apex's groups have names of ours
-    _copied = (
-        *FusedOptimizer._copied,
-        *"set_grad_none capturable materialize_master_grads most_recent_scale".split(),
-        *"scale_set_by_backward requires_lr steps_as_in_2019 _first_step".split(),
-        "_reduced_precision_dtype",
-    )
+    _copied = (*FusedOptimizer._copied, "set_grad_none")
 
     # Options of ours that groups have, and our constructors do not.
     _in_groups: tuple[str, ...] = ()
 
     def construct(self, arguments: dict[str, Any]) -> None:
-        """Run our constructor, given the ``locals()`` of apex's; `amsgrad` raises RuntimeError."""
+        """Run our constructor, given the ``locals()`` of apex's; `amsgrad` raises RuntimeError.
+
+        Take `locals()` first, and use no `super()` in that constructor: they would contain
+        ``__class__``.
+        """
         options = {_RENAMED.get(name, name): value for name, value in arguments.items()}
         del options["self"]
         if options.pop("amsgrad", False):
@@ -189,6 +188,7 @@ class FusedAdam(of_2019.StepsAsIn2019, ApexOptimizer, optim.Adam, own_step=False
     `max_grad_norm` and other arguments of 2019 make it the FusedAdam of ``apex.contrib``.
     """
 
+    _copied = (*ApexOptimizer._copied, "capturable", "steps_as_in_2019")
     _in_groups = ("bias_correction",)
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
@@ -236,6 +236,10 @@ class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
     after the momentum instead of before it. `materialize_master_grads` has no effect.
     """
 
+    _copied = (
+        *ApexOptimizer._copied,
+        *"materialize_master_grads most_recent_scale scale_set_by_backward requires_lr".split(),
+    )
     _in_groups = ("wd_after_momentum",)
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
     wd_after_momentum = group_option("wd_after_momentum", bool)
@@ -308,6 +312,7 @@ class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
     given; it may be set later, before the first step.
     """
 
+    _copied = (*FusedLAMB._copied, "_first_step", "_reduced_precision_dtype")
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm_mp)
     multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb_mp)
 
@@ -343,7 +348,7 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
 
     multi_tensor_novograd = staticmethod(amp_C.multi_tensor_novograd)
     moment_mode = group_option(
-        "reg_inside_moment", lambda inside: 1 - inside, lambda mode: mode == 0
+        "reg_inside_moment", lambda inside: 0 if inside else 1, lambda mode: mode == 0
     )
 
     def __init__(
@@ -378,7 +383,7 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
 
 
 def _write_norms(state: dict[Any, Any], keys: list[Any], norms: Tensor) -> None:
-    """Into the state of the parameters with these keys; ValueError if their number differs."""
+    """Write `norms` into the states of the parameters `keys`; ValueError if not as many."""
     if len(keys) != len(norms):
         raise ValueError(
             f"The state has norms of {len(norms)} parameters, the optimizer has {len(keys)}. "

@@ -125,7 +125,7 @@ def _clip_each_group(adam: Any) -> None:
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
     """:class:`apex.fp16_utils.FP16_Optimizer` with other defaults, around any optimizer.
 
-    A dynamic scale, ``cur_scale``, grows after 1000 clean passes and stays above 1. An overflow of
+    A dynamic scale, ``cur_scale``, grows after 1000 clean passes and is at least 1. An overflow of
     a static one skips the step too. ``zero_grad`` drops gradients. A user-defined step that takes
     ``grad_norms``, as that of 2019's FusedAdam does, gets the norm of each group.
     """
