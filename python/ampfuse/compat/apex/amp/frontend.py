@@ -19,6 +19,17 @@ from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle, after_pass
 from ampfuse.compat.apex.amp.o1_functions import replace_functions
 from ampfuse.compat.apex.amp.scaler import LossScaler
 
+_UNSET = {
+    "enabled": False,
+    "opt_level": None,
+    "cast_model_type": None,
+    "patch_torch_functions": False,
+    "patch_torch_functions_type": None,
+    "keep_batchnorm_fp32": None,
+    "master_weights": None,
+    "loss_scale": 1.0,
+}
+
 
 class Properties(types.SimpleNamespace):
     """The options in force, as attributes; ``options`` is their dict."""
@@ -26,10 +37,7 @@ class Properties(types.SimpleNamespace):
     options = property(vars)
 
     def __init__(self) -> None:
-        names = "enabled opt_level cast_model_type patch_torch_functions patch_torch_functions_type"
-        unset = dict.fromkeys(f"{names} keep_batchnorm_fp32 master_weights loss_scale".split())
-        super().__init__(**unset | {"enabled": False, "patch_torch_functions": False})
-        self.loss_scale = 1.0
+        super().__init__(**_UNSET)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.options:
@@ -114,15 +122,8 @@ def initialize(
     level = policies.make_policy(opt_level, cast_model_outputs=cast_model_outputs)
     policy = _overridden(level, {n: value for n, value in overrides.items() if value is not None})
     _filled(properties, policy)
-    from ampfuse.compat.apex.fp16_utils import FP16_Optimizer  # it imports apex.amp
-
     listed = _as_list(optimizers)
-    if any(isinstance(optimizer, FP16_Optimizer) for optimizer in listed):
-        raise RuntimeError(
-            "amp.initialize does not support FP16_Optimizer: both create FP32 masters and scale "
-            "the loss. Pass a new optimizer that is not wrapped, or keep FP16_Optimizer and do not "
-            "use amp."
-        )
+    _refuse_fp16_optimizer(listed)
     check_num_losses(num_losses)
     scalers = [
         LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
@@ -139,12 +140,7 @@ def initialize(
 
     _amp_state.min_loss_scale = min_loss_scale
     _amp_state.max_loss_scale = max_loss_scale
-    _amp_state.handle = NoOpHandle(_as_list(models))
-    if policy.autocast_type is not None:
-        replace_functions()
-        on = Casts.of(policy)
-        casts = on, Casts(inputs=on.inputs, outputs=on.outputs)
-        _amp_state.handle = AmpHandle(session, dict.fromkeys(_as_list(models), casts))
+    _amp_state.handle = _new_handle(session, policy, _as_list(models))
     for optimizer in listed:
         add_stash(optimizer)
     return result
@@ -153,3 +149,26 @@ def initialize(
 def _as_list(value: Any) -> list[Any]:
     listed = list(value) if isinstance(value, (list, tuple)) else [value]
     return [] if value is None else listed
+
+
+def _refuse_fp16_optimizer(optimizers: list[Any]) -> None:
+    from ampfuse.compat.apex.fp16_utils import FP16_Optimizer  # it imports apex.amp
+
+    if any(isinstance(optimizer, FP16_Optimizer) for optimizer in optimizers):
+        raise RuntimeError(
+            "amp.initialize does not support FP16_Optimizer: both create FP32 masters and scale "
+            "the loss. Pass a new optimizer that is not wrapped, or keep FP16_Optimizer and do not "
+            "use amp."
+        )
+
+
+def _new_handle(
+    session: sessions.Session, policy: policies.Policy, models: list[Any]
+) -> NoOpHandle:
+    """The handle of `models`; where `policy` casts functions, these are replaced now."""
+    if policy.autocast_type is None:
+        return NoOpHandle(models)
+    replace_functions()
+    on = Casts.of(policy)
+    off = Casts(inputs=on.inputs, outputs=on.outputs)
+    return AmpHandle(session, dict.fromkeys(models, (on, off)))

@@ -94,8 +94,8 @@ class NoOpHandle:
 class AmpHandle(NoOpHandle):
     """The casts of one ``initialize`` at O1 or O4, or of ``init``.
 
-    `casts` are those of each model while this is active, and after. ``_is_active`` may be set;
-    ``_deactivate()`` also puts registered functions back.
+    `casts` has two entries per model: its casts while the handle is active, and those while it is
+    not. ``_is_active`` may be set; ``_deactivate()`` also puts registered functions back.
     """
 
     has_cache, is_of_init = True, False
