@@ -98,11 +98,13 @@ class Reducer:
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
-        averaged = module_or_grads_list
-        self.module = averaged if isinstance(averaged, nn.Module) else None
-        self.grads = [] if isinstance(averaged, nn.Module) else list(averaged)
-        for param in self.module.parameters() if self.module is not None else ():
-            dist.broadcast(param.detach(), 0)
+        self.module: nn.Module | None = None
+        self.grads: list[Tensor] = []
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            flat_dist_call(self.module.parameters(), dist.broadcast, (0,))
+        else:
+            self.grads = list(module_or_grads_list)
 
     def reduce(self) -> None:
         """All-reduce and divide by the number of processes, in place."""
