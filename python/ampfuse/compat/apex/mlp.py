@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 # In the order of apex's numbers.
-_ACTIVATIONS: dict[str, Any] = {"none": nn.Identity(), "relu": nn.ReLU(), "sigmoid": nn.Sigmoid()}
+_NAMES = ("none", "relu", "sigmoid")
+_FUNCTIONS = (nn.Identity(), torch.relu, torch.sigmoid)
 
 
 def mlp_function(bias: bool, activation: int, *args: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def mlp_function(bias: bool, activation: int, *args: Tensor) -> Tensor:
     x, *params = args
     count = len(params) // 2 if bias else len(params)
     for weight, offset in itertools.zip_longest(params[:count], params[count:]):
-        x = list(_ACTIVATIONS.values())[activation](nn.functional.linear(x, weight, offset))
+        x = _FUNCTIONS[activation](nn.functional.linear(x, weight, offset))
     return x
 
 
@@ -33,10 +33,10 @@ class MLP(nn.Module):
 
     def __init__(self, mlp_sizes: Sequence[int], bias: bool = True, activation: str = "relu"):
         super().__init__()
-        if activation not in _ACTIVATIONS:
+        if activation not in _NAMES:
             raise TypeError(f"activation must be none, relu or sigmoid, not {activation!r}.")
         self.mlp_sizes, self.num_layers, self.bias = mlp_sizes, len(mlp_sizes) - 1, bias
-        self.activation = list(_ACTIVATIONS).index(activation)
+        self.activation = _NAMES.index(activation)
         for i, (size, out) in enumerate(itertools.pairwise(mlp_sizes)):
             self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(out, size)))
             self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(out)) if bias else None)
@@ -59,5 +59,5 @@ class MLP(nn.Module):
         return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
 
     def extra_repr(self) -> str:
-        activation = list(_ACTIVATIONS)[self.activation]
+        activation = _NAMES[self.activation]
         return f"MLP sizes: {list(self.mlp_sizes)}, Bias={self.bias}, activation={activation}"

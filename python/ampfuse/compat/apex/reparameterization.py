@@ -61,13 +61,15 @@ def apply_weight_norm(
 
 
 def remove_weight_norm(module: nn.Module, name: str = "", remove_all: bool = False) -> nn.Module:
-    """Undo it, for the weight of `module` called `name` (else a ValueError), or for all in it."""
+    """Make the weight `name` a plain parameter again, or every weight in `module` if no name is
+    given. ValueError if `name` has no weight norm."""
     found = False
     for part in [module] if name else module.modules():
         for key, hook in list(part._forward_pre_hooks.items()):
             if isinstance(hook, WeightNorm) and name in ("", hook.name):
                 hook.remove(part)
-                found = bool(part._forward_pre_hooks.pop(key))
+                del part._forward_pre_hooks[key]
+                found = True
     if name and not found:
         raise ValueError(f"{module} has no weight norm of {name!r}.")
     return module
