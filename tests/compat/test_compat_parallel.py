@@ -96,8 +96,9 @@ def parallel_options():
     values["reducer"] = p.grad.item()
     module = nn.Linear(1, 1)
     module.weight.grad = torch.full((1, 1), float(dist.get_rank()))
+    module.weight.data.fill_(dist.get_rank())
     apex.parallel.Reducer(module).reduce()
-    values["reducer of a module"] = module.weight.grad.item()
+    values["reducer of a module"] = module.weight.grad.item(), module.weight.item()
     half = torch.full((2, 1), float(dist.get_rank() + 1), dtype=torch.half)
     several = [half, torch.full((3,), 4.0 + dist.get_rank()), half.clone()]
     flat_dist_call(several, dist.all_reduce)
@@ -198,7 +199,7 @@ def test_options_of_distributed_data_parallel(results):
             "two passes": [number + 1.0, 3.0],
             "two passes of amp": [number + 1.0, 3.0],
             "reducer": 0.5,
-            "reducer of a module": 0.5,
+            "reducer of a module": (0.5, 0.0),
             "averaged": [[1.5, 1.5], [4.5, 4.5, 4.5], [1.5, 1.5]],
             "broadcast": 1.0,
             "group": 1,
