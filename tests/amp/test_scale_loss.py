@@ -367,7 +367,9 @@ def test_an_overflow_that_its_own_pass_did_not_tell_of_still_skips(level, how):
         give_gradient(model, optimizer, inf, **{how: True})
     assert scale(optimizer) == 65536.0
     give_gradient(model, optimizer, 0.25)
-    assert scale(optimizer) == 32768.0 or how != "delay_unscale"
+    # A pass at O2 leaves the masters' gradients alone; elsewhere it adds to what overflowed.
+    told = level != "O2" or how == "delay_unscale"
+    assert scale(optimizer) == (32768.0 if told else 65536.0)
     assert stepped(optimizer) == 1.0
     optimizer.zero_grad()
     give_gradient(model, optimizer, 0.25)

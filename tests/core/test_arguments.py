@@ -184,13 +184,17 @@ def test_earlier_gradients_in_another_layout_add_up():
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize(
-    "wrong",
-    [torch.zeros(0, dtype=torch.int32), torch.zeros(1).double(), torch.zeros(1, device="meta")],
+    ("wrong", "error", "message"),
+    [
+        (lambda tensor: tensor.new_zeros(0), ValueError, "has 0 elements; it needs 1"),
+        (lambda tensor: tensor.double(), TypeError, "is Double; it must be"),
+        (lambda tensor: tensor.to("meta"), (RuntimeError, ValueError), "not allocated|is on meta"),
+    ],
 )
-def test_trackers_that_are_none(place, wrong):
+def test_trackers_that_are_none_are_refused(place, wrong, error, message):
     given = [torch.ones(()), torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)]
-    given[place] = wrong.float() if place == 0 and wrong.numel() == 0 else wrong
-    with pytest.raises((TypeError, ValueError, RuntimeError)):
+    given[place] = wrong(given[place])
+    with pytest.raises(error, match=message):
         _core.C.update_scale(*given, [], 2.0, 0.5, 1, 1.0, 2.0**24, 1)
 
 

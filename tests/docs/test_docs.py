@@ -318,7 +318,7 @@ def test_links_lead_to_files_and_sections(page):
 ADDITIONS = {
     "an optimizer": ("lion", r"\b(Lion|LionOp|lion)\b", 6),
     "a storage type": ("8bit", r"8bit|kSigned8", 8),
-    "a fused layer": ("norm", r"norm", 7),
+    "a fused layer": ("norm", r"\blayer_norm\b|/norm\.h|ops(\(\))?\.norm\b", 7),
 }
 
 

@@ -118,9 +118,13 @@ def closure():
     return loss
 while True: assert optimizer.{call}.shape == ()
 """
-    report = see(code, tmp_path, monkeypatch)
-    assert report.share_of("python") > 0.5, str(report)
-    assert "doctor" not in str(report)  # the doctor's own annotations are no operations
+    for _ in range(4):  # another process may have had the core
+        report = see(code, tmp_path, monkeypatch)
+        assert "doctor" not in str(report)  # the doctor's own annotations are no operations
+        if report.share_of("python") > 0.5:
+            break
+    else:
+        pytest.fail(str(report))
 
 
 SYNCS = """

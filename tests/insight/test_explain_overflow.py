@@ -489,7 +489,7 @@ def test_no_scale_fits_where_there_is_none(scale):
     known = {"aten": "aten.mul.Tensor", "largest_result": 1e9, "scale": scale}
     of_tensor = ("output", "inf", (2,), torch.float16, "cpu")
     cause = insight.Explanation("backward", "1", "Op", "mul", *of_tensor, **known)
-    assert cause.fitting_scale is None or math.isfinite(cause.fitting_scale)
+    assert cause.fitting_scale is None
     assert not cause.is_harmless
     assert cause.suggestion in str(cause)
 
