@@ -72,8 +72,8 @@ def choose_combinations(items):
 def superfluous(items, n):
     """The items that can be left out while every combination of values of `n` parameters still
     occurs. Greedy: the item with the most combinations that have not occurred yet is kept, until
-    all have."""
-    values = [[(name, id(v)) for name, v in item.callspec.params.items()] for item in items]
+    all have. Values are equal if their reprs are: two of {} are, and two functions are not."""
+    values = [[(name, repr(v)) for name, v in item.callspec.params.items()] for item in items]
     meetings = [set(combinations(row, min(n, len(row)))) for row in values]
     items, uncovered = list(items), set().union(*meetings)
     while uncovered:
@@ -121,7 +121,7 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def no_casts_stay():
-    """Ends the casts of the whole process, and restores replaced functions, which O1 under apex's
+    """End the casts of the whole process, and restore replaced functions, which O1 under apex's
     names leaves."""
     yield
     cast_state.end_everywhere()
@@ -194,9 +194,7 @@ _PRECISIONS = [flag.fp32_precision for flag in _FLAGS]
 
 @pytest.fixture(autouse=True)
 def precision_as_it_was():
-    """The experiments' variants set it, in a process of their own or in a fixture that several
-    tests share; mixed, torch.export refuses it.
-    """
+    """Restore the FP32 precision that a test changed, which torch.export may refuse."""
     yield
     for flag, precision in zip(_FLAGS, _PRECISIONS, strict=True):
         if flag.fp32_precision != precision:
