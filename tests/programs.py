@@ -83,7 +83,7 @@ def in_processes(
 
     They have `folder` as the current one, and torch's default device is DEVICE. Each function
     starts from seed 0, as a test does. Returns for each rank, by the functions' names, their
-    results and the errors of those that failed.
+    results and the errors: after one nothing more runs on that rank, as the others wait for it.
     """
     import torch
 
@@ -114,7 +114,7 @@ def _one_of_several(folder: str, file: str, *names: str) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=300))
     os.chdir(folder)
     results, errors = {}, {}
-    for name in names:
+    for i, name in enumerate(names):
         job = getattr(module, name)
         torch.manual_seed(0)
         try:
@@ -122,8 +122,11 @@ def _one_of_several(folder: str, file: str, *names: str) -> None:
         except Exception:
             errors[name] = traceback.format_exc()
             print(name, errors[name], file=sys.stderr, flush=True)
+            errors |= dict.fromkeys(names[i + 1 :], f"not run: {name} failed before")
+            break
     torch.save((results, errors), f"{dist.get_rank()}.pt")
-    dist.barrier()
+    if not errors:
+        dist.barrier()
 
 
 def free_port() -> int:

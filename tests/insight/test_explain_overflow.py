@@ -23,7 +23,7 @@ from ampfuse.insight.operations import callers
 from ampfuse.insight.overflow import SkipsInARow, call_after_updates
 from ampfuse.insight.tracker import Origins
 from ampfuse.torch_utils import Sample
-from programs import in_two_processes
+from programs import on_ranks
 
 INF = math.inf
 
@@ -723,28 +723,37 @@ def sharded(model):
     return model
 
 
-def explain_an_overflow():
+@on_ranks(2)
+def test_the_rank_that_overflowed_explains_and_the_other_says_so():
     """Half precision and an exp that leaves its range on the second process only."""
-    texts = []
-    for spread in (nn.parallel.DistributedDataParallel, sharded):
+    for spread, kind in ((nn.parallel.DistributedDataParallel, "Op"), (sharded, "FSDPOp")):
         model = nn.Sequential(nn.Linear(8, 8), Op(torch.exp), nn.Linear(8, 1)).half()
         with torch.no_grad():
             model[0].weight.copy_(torch.eye(8))
             model[0].bias.zero_()
             model[2].weight.fill_(1.0)  # or the sign of the infinite gradients would be random
         model = spread(model)
+        texts = []
         for value in (20.0 * dist.get_rank(), 0.0):
             with insight.explain_overflow(model) as watch:
                 model(ones(value).half()).float().sum().backward()
                 model.zero_grad()
             texts.append(str(watch.explanation))
-    return texts
+        cause, then = texts
+        if dist.get_rank() == 0:
+            assert cause.startswith("inf came from another process")
+            assert "this process made none" in cause
+        else:
+            assert cause.startswith(f"inf originated in the forward pass, in exp of 1 ({kind}).")
+        assert then == "None"
 
 
-def explain_sharded():
-    """Overflows of the backward pass and of the update."""
-    explanations = []
-    for function, lr in (((lambda x: x * 300 * 300), 0.0), (torch.clone, 1e38)):
+@on_ranks(2)
+def test_modules_of_a_sharded_model_have_the_names_that_they_have_in_one_process():
+    for function, lr, expected in (
+        (lambda x: x * 300 * 300, 0.0, ("backward", "1", "mul", "output")),
+        (torch.clone, 1e38, ("step", "0", "step", "bias")),
+    ):
         model = sharded(nn.Sequential(nn.Linear(8, 8), Op(function)))
         if not lr:
             model.half()
@@ -753,26 +762,7 @@ def explain_sharded():
             (model(ones(1e-3).to(model[0].weight.dtype)).float().sum() * 100).backward()
             optimizer.step()
         cause = watch.explanation
-        explanations.append([cause.phase, cause.module, cause.operation, cause.tensor])
-    return explanations
-
-
-def test_the_rank_that_overflowed_explains_and_the_other_says_so(tmp_path):
-    """Modules have the names that they have in one process."""
-    by_rank = in_two_processes(tmp_path, explain_an_overflow, explain_sharded)
-    for each in by_rank:
-        assert each["explain_sharded"] == [
-            ["backward", "1", "mul", "output"],
-            ["step", "0", "step", "bias"],
-        ]
-    first, second = (each["explain_an_overflow"] for each in by_rank)
-    for cause, then in (first[:2], first[2:]):
-        assert cause.startswith("inf came from another process")
-        assert "this process made none" in cause
-        assert then == "None"
-    for (cause, then), kind in ((second[:2], "Op"), (second[2:], "FSDPOp")):
-        assert cause.startswith(f"inf originated in the forward pass, in exp of 1 ({kind}).")
-        assert then == "None"
+        assert (cause.phase, cause.module, cause.operation, cause.tensor) == expected
 
 
 def test_origins_follow_memory_and_masks_do_not_count():
