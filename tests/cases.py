@@ -27,6 +27,8 @@ from ampfuse.optim.masters import joined_master
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+HALF_TYPES = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
+CHUNK = 32768  # kChunk of csrc/core/reduce.h
 
 NEEDS_BF16 = pytest.mark.skipif(
     not hardware.cpu_has_bf16(), reason="BF16 is computed in FP32 on this CPU"
@@ -123,7 +125,8 @@ OPTIMIZERS = _optimizers()
 
 # One of each kind, for tests whose subject is not the formula. The first are torch's too.
 TORCH_KINDS = ("sgd-all", "adam-all", "adamw", "adagrad-all")
-KINDS = (*TORCH_KINDS, "lamb", "novograd-decay", "lion-decay")
+NEVER_QUANTIZED = ("lamb", "novograd-decay")
+KINDS = (*TORCH_KINDS, *NEVER_QUANTIZED, "lion-decay")
 
 # How masters and states may be kept; see ampfuse.optim.Options.
 MODES = {
@@ -141,9 +144,9 @@ MODES = {
 
 
 def has_mode(name, mode):
-    """Whether an optimizer has a mode of `MODES`. Those of two of KINDS cannot be quantized."""
+    """Whether an optimizer of `KINDS` has a mode of `MODES`."""
     quantizes = MODES.get(mode, {}).get("state_dtype") in QUANTIZED
-    return not (quantizes and name in ("lamb", "novograd-decay"))
+    return not (quantizes and name in NEVER_QUANTIZED)
 
 
 # (dtype of gradients, dtype of model weights). Autograd gives gradients of the weight's dtype; for
@@ -388,7 +391,7 @@ def most_allocated(call):
 # --- bits and comparisons -------------------------------------------------------------------------
 
 
-def bits(tensor):
+def bit_pattern(tensor):
     """The tensor's bits as integers, so that -0 differs from 0 and NaN equals itself."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.uint8}
     return tensor.detach().cpu().contiguous().clone().view(integer[tensor.element_size()])
@@ -400,7 +403,7 @@ def digest(found):
     for key, value in _flat(found, ""):
         if isinstance(value, torch.Tensor):
             hashed.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
-            hashed.update(bits(value).numpy().tobytes())
+            hashed.update(bit_pattern(value).numpy().tobytes())
         else:
             hashed.update(f"{key} {value!r}".encode())
     return hashed.hexdigest()
@@ -418,7 +421,8 @@ def _flat(value, key):
 
 
 def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and torch.equal(bit_pattern(a), bit_pattern(b))
 
 
 def everything(optimizer):
@@ -560,18 +564,3 @@ def never_waiting():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@contextlib.contextmanager
-def on_a_side_stream(device):
-    """On a GPU the block's work is queued on a stream of its own, behind work that takes a while;
-    it begins with what was queued before and ends before what comes after. On a CPU: nothing."""
-    if device.type == "cpu":
-        yield
-        return
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        yield
-    torch.cuda.current_stream().wait_stream(stream)

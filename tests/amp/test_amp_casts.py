@@ -18,11 +18,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils._pytree import register_pytree_node
 
 from ampfuse import amp, pytree
-from cases import LEVELS, bf16, f16, f32, f64, through_a_file
+from cases import HALF_TYPES, LEVELS, bf16, f16, f32, f64, through_a_file
 from trainings import backward
 
 levels = pytest.mark.parametrize("level", LEVELS)
-LOW = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
 
 
 class Net(nn.Module):
@@ -103,7 +102,7 @@ def test_weights_beyond_the_range_are_told(level, can_lose, value, lost):
 @levels
 def test_each_level_casts_weights_to_its_type(level):
     model = net(level)
-    weights = LOW[level] if level in ("O2", "O3", "O5") else f32
+    weights = HALF_TYPES[level] if level in ("O2", "O3", "O5") else f32
     assert model.conv.weight.dtype == model.fc.bias.dtype == model.shift.dtype == weights
     batch_norm = weights if level == "O3" else f32
     assert {t.dtype for t in model.bn.state_dict().values() if t.is_floating_point()} == {f32}
@@ -113,10 +112,10 @@ def test_each_level_casts_weights_to_its_type(level):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_batch_norm_is_half_on_request_or_without_weights(level):
-    assert net(level, keep_batchnorm_fp32="False").bn.weight.dtype == LOW[level]
+    assert net(level, keep_batchnorm_fp32="False").bn.weight.dtype == HALF_TYPES[level]
     plain = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.LayerNorm(3), nn.SyncBatchNorm(3))
     started(plain, level)
-    assert plain[0].running_mean.dtype == plain[1].weight.dtype == LOW[level]
+    assert plain[0].running_mean.dtype == plain[1].weight.dtype == HALF_TYPES[level]
     assert plain[2].weight.dtype == f32
 
 
@@ -146,7 +145,7 @@ def test_each_level_casts_inputs_to_its_type_and_outputs_to_float32(level, dtype
         return  # autocast leaves float64 alone, and the layer refuses it: as in torch
     model = net(level)
     assert model(images(dtype)).dtype == f32  # at O1 and O4 the FP32 buffer added last promotes
-    assert model.seen == (dtype if level in ("O1", "O4") else LOW.get(level, f32))
+    assert model.seen == (dtype if level in ("O1", "O4") else HALF_TYPES.get(level, f32))
 
 
 def test_nothing_is_cast_where_the_overrides_turn_casts_off():
@@ -334,7 +333,7 @@ def test_a_loss_without_any_forward_warns_once(level, call):
         return
     assert not told
     if call == "everywhere":
-        assert module.seen == LOW.get(level, f32)
+        assert module.seen == HALF_TYPES.get(level, f32)
         assert module(x).dtype == f32
         assert type(F.linear(x, x)) is torch.Tensor
         assert F.mse_loss(F.linear(x, x), F.linear(x, x).float()).dtype == f32
@@ -453,7 +452,7 @@ def test_a_proxy_computes_as_the_module_would(kind, level, outputs):
     for model in (proxy, copy.deepcopy(proxy)):
         out = model(x)
         assert out.dtype == (outputs or f32)
-        assert model.module.seen == (f32 if level in ("O0", "O1", "O4") else LOW[level])
+        assert model.module.seen == (f32 if level in ("O0", "O1", "O4") else HALF_TYPES[level])
         torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.02)
     backward(proxy(x).float().sum(), optimizer)
     optimizer.step()

@@ -20,10 +20,9 @@ from torch.utils import _pytree as pytree
 from ampfuse import amp
 from ampfuse.amp import float32_output
 from ampfuse.amp.float32_output import Float32Output
-from cases import bf16, f16, f32, through_a_file
+from cases import HALF_TYPES, bf16, f32, through_a_file
 from trainings import backward
 
-HALF = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
 CLASSES = 60
 
 
@@ -287,7 +286,7 @@ def test_in_every_use_it_is_the_float32_tensor(use, how, level):
     assert torch.equal(*values), "the output's values afterwards"
 
 
-@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize("level", HALF_TYPES)
 def test_a_scale_of_65536_gives_finite_gradients(level):
     """A half loss would receive 65536, which is inf in FP16, as its gradient."""
     output = initialized(level)(X)

@@ -39,7 +39,7 @@ def case(**changes):
     return Convolution(**usual | changes)
 
 
-def assert_rounded(actual, expected, dtype):
+def assert_within_rounding(actual, expected, dtype):
     """`actual` is `expected` (float64) within one rounding to `dtype` and FP32 arithmetic."""
     relative, absolute = ROUNDING[dtype]
     assert actual.dtype == dtype
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_float64_rounded(name, deterministic):
         torch.use_deterministic_algorithms(False)
     count = 2 if drawn.bias is None else 3
     for a, e in zip(actual[:count], drawn.backward(torch.float64), strict=False):
-        assert_rounded(a, e, HALF)
+        assert_within_rounding(a, e, HALF)
     if name == "channels last":
         assert actual[0].is_contiguous(memory_format=LAST)
         assert not actual[0].is_contiguous()
@@ -95,7 +95,7 @@ def test_only_the_gradients_that_are_asked_for_are_computed(wanted):
     for asked, a, f, e in zip(wanted, *each, strict=True):
         assert (a is None) == (f is None)  # torch may give more than it was asked for
         if asked:
-            assert_rounded(a, e, HALF)
+            assert_within_rounding(a, e, HALF)
 
 
 def test_sums_are_not_rounded_on_the_way():
@@ -178,7 +178,7 @@ def test_parameters_under_autocast_get_gradients_rounded_once(make, inside, dtyp
     for ours, exact in zip(layer.parameters(), rounded.parameters(), strict=True):
         assert ours.grad.dtype == torch.float32
         assert torch.equal(ours.grad, ours.grad.to(dtype).float())
-        assert_rounded(ours.grad.to(dtype), exact.grad, dtype)
+        assert_within_rounding(ours.grad.to(dtype), exact.grad, dtype)
 
 
 # Every product and the shapes of its inputs; forward and backward, in both half types.

@@ -11,7 +11,7 @@ from torch import nn
 import ampfuse
 from ampfuse import amp, half_ops
 from ampfuse._core import EXTENSION as _C
-from cases import LEVELS, bf16, compilers, f16, f32, f64
+from cases import HALF_TYPES, LEVELS, bf16, compilers, f16, f32, f64
 
 aten, has_kernel = torch.ops.aten, torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -107,7 +107,7 @@ HALF = {
     **{name: cell(name) for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")},
     # By cuDNN's rule.
     **{
-        f"{kind.__name__}{', packed' * packed}": recurrent(kind, packed)
+        f"{kind.__name__}{', packed' if packed else ''}": recurrent(kind, packed)
         for kind in (nn.LSTM, nn.GRU, nn.RNN)
         for packed in (False, True)
     },
@@ -221,7 +221,6 @@ def types_of(functions, level, *tensors):
     return model.found
 
 
-LOW = {"O1": f16, "O2": f16, "O3": f16, "O4": bf16, "O5": bf16}
 AUTOCAST = ("O1", "O4")
 levels = pytest.mark.parametrize("level", AUTOCAST)
 
@@ -231,9 +230,9 @@ levels = pytest.mark.parametrize("level", AUTOCAST)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("kind", ["half", "float", "as given"])
 def test_types_of_one_tensor(kind, wide, level):
-    given = f32 if wide else LOW[level]
+    given = f32 if wide else HALF_TYPES[level]
     functions, to = {
-        "half": (HALF, LOW[level]),
+        "half": (HALF, HALF_TYPES[level]),
         "float": (FLOAT, f32),
         "as given": (AS_GIVEN, given),
     }[kind]
@@ -244,9 +243,9 @@ def test_types_of_one_tensor(kind, wide, level):
 @levels
 @pytest.mark.parametrize(("x", "y"), [*itertools.product([False, True], repeat=2)])
 def test_mixed_tensors_meet_in_the_widest_type(x, y, level):
-    types = [f32 if wide else LOW[level] for wide in (x, y)]
+    types = [f32 if wide else HALF_TYPES[level] for wide in (x, y)]
     result_types = types_of(WIDEST, level, *(some(4, 4).to(dtype) for dtype in types))
-    assert result_types == dict.fromkeys(WIDEST, f32 if x or y else LOW[level])
+    assert result_types == dict.fromkeys(WIDEST, f32 if x or y else HALF_TYPES[level])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -263,7 +262,7 @@ def test_recurrent_layers_compute_what_they_do_in_float32(kind, packed, level):
         results.append([out.detach(), *(p.grad for p in model.parameters())])
         model.zero_grad()
         amp.initialize(model, opt_level=level, verbosity=0)
-    weights = LOW.get(level, f32) if level not in AUTOCAST else f32
+    weights = HALF_TYPES.get(level, f32) if level not in AUTOCAST else f32
     assert [t.dtype for t in results[1]] == [f32] + [weights] * (len(results[1]) - 1)
     assert level in AUTOCAST or {t.dtype for t in hidden} == {f32}
     results = [[t.float() for t in each] for each in results]
@@ -291,7 +290,7 @@ def test_no_rule_of_a_gpu_is_missing():
 @levels
 @pytest.mark.parametrize("wide", [False, True])
 def test_binary_cross_entropy_is_refused_as_on_a_gpu(wide, level):
-    x = some(4).to(f32 if wide else LOW[level])
+    x = some(4).to(f32 if wide else HALF_TYPES[level])
     with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits") as on_cpu:
         types_of({"": lambda x: F.binary_cross_entropy(x, x)}, level, x)
     on_gpu = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
@@ -370,7 +369,7 @@ def test_compiled_code_follows_them(level, backend):
     amp.initialize(model, opt_level=level, verbosity=0)
     compiled, x = torch.compile(model, backend=backend, fullgraph=True), some(3, 4)
     out = compiled(x)
-    assert not torch.equal(out, out.to(LOW[level]).float())
+    assert not torch.equal(out, out.to(HALF_TYPES[level]).float())
     torch.testing.assert_close(out, model(x), rtol=1e-5, atol=0)
     out.square().sum().backward()
     assert model[0].weight.grad.dtype == f32

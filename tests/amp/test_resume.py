@@ -16,7 +16,17 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import trainings
 from ampfuse import amp, optim
 from ampfuse.optim.masters import MASTERS
-from cases import KINDS, LEVELS, QUANTIZED, assert_same, f32, make, make_torch, through_a_file
+from cases import (
+    KINDS,
+    LEVELS,
+    NEVER_QUANTIZED,
+    QUANTIZED,
+    assert_same,
+    f32,
+    make,
+    make_torch,
+    through_a_file,
+)
 from trainings import ORDERS, TIMES, WITH_MASTERS, Delegates, KeptInFloat32, resume
 
 OPTIMIZERS = {
@@ -210,7 +220,7 @@ class Wide(trainings.Training):
         self.initialize(level, **masters)
 
     def layers(self):
-        idle = [Idle()] * self.has_idle
+        idle = [Idle()] if self.has_idle else []
         return nn.Linear(6, 700), nn.Tanh(), nn.BatchNorm1d(700), *idle, nn.Linear(700, 2)
 
     def save(self, folder, **options):
@@ -247,7 +257,7 @@ MODES_OF_DCP = {
 
 
 def has_mode(kind, level, mode):
-    if mode in QUANTIZED and kind in ("lamb", "novograd-decay"):
+    if mode in QUANTIZED and kind in NEVER_QUANTIZED:
         return False  # not theirs
     if (kind, level) == ("RMSprop", "O3"):
         return False  # its step overflows

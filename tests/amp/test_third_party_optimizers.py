@@ -13,10 +13,8 @@ from trainings import (
     Delegates,
     KeptInFloat32,
     Training,
-    assert_follows,
-    assert_masters_round_to_weights,
-    losses_beside_plain_torch,
     resume,
+    train_as_in_plain_torch,
 )
 
 
@@ -286,23 +284,11 @@ def test_a_wrapper_resumes_with_the_same_bits(name, level, time):
     resumes_with_the_same_bits(name, level, time)
 
 
-def trains_as_in_plain_torch(make, level):
-    """But for pure FP16. Returns the training at `level`."""
-    training, losses, expected = losses_beside_plain_torch(make, level)
-    if level == "O0":
-        assert losses == expected
-    if level != "O3":
-        assert_follows(losses, expected, level)
-    if level in WITH_MASTERS:
-        assert_masters_round_to_weights(training)
-    return training
-
-
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapper_trains_as_in_plain_torch(name, level):
-    trains_as_in_plain_torch(WRAPPERS[name], level)
+    train_as_in_plain_torch(WRAPPERS[name], level)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -351,7 +337,7 @@ def test_only_what_a_step_of_ours_reads_is_checked(make, key, level):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("cls", [ZeroesItself, Counting])
 def test_zero_grad_of_the_optimizers_own(cls, level):
-    training = trains_as_in_plain_torch(partial(cls, lr=0.02), level)
+    training = train_as_in_plain_torch(partial(cls, lr=0.02), level)
     optimizer = training.optimizer
     optimizer.zero_grad()
     training.backward(0)

@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from ampfuse import _core
-from cases import assert_same_bits, bf16, everything, f32, make, never_waiting, same_bits, snapshot
-
-CHUNK = 32768  # kChunk of csrc/core/reduce.h
+from cases import (
+    CHUNK,
+    assert_same_bits,
+    bf16,
+    everything,
+    f32,
+    make,
+    never_waiting,
+    same_bits,
+    snapshot,
+)
 
 
 def step(params, optimizer, grads):

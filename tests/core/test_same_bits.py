@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ampfuse import _core
 from ampfuse._schema import ALGORITHMS
 from cases import (
+    CHUNK,
     ISAS,
     KINDS,
     assert_same_bits,
@@ -32,7 +33,6 @@ from cases import (
 )
 from programs import python
 
-CHUNK = 32768  # kChunk of csrc/core/reduce.h
 TILE = 2048  # kTile
 WIDEST = 16  # elements of the widest vector
 DTYPES = (f32, f16, bf16)

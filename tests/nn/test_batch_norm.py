@@ -69,7 +69,7 @@ class Case:
         return self
 
 
-def assert_near(found, exact, dtype, factor):
+def assert_within_eps(found, exact, dtype, factor):
     assert found.keys() == exact.keys()
     for name, value in exact.items():
         error = (found[name].double() - value).abs().max() if value.numel() else 0.0
@@ -88,7 +88,7 @@ def test_results_are_those_of_float64(dtype, channels, device):
         case = Case(shape, dtype, device, residual, relu, training).avoid_ties()
         results = case.run(nn_ops().batch_norm_act)
         assert results["y"].is_contiguous(memory_format=torch.channels_last)
-        assert_near(results, case.run(composed, f64), dtype, 64)
+        assert_within_eps(results, case.run(composed, f64), dtype, 64)
         assert_same_bits(results, case.run(nn_ops().batch_norm_act, held=False))
 
 

@@ -12,7 +12,7 @@ import ampfuse
 from ampfuse import amp
 from ampfuse.measuring import tensor_memory
 from ampfuse.nn import BatchNormAct2d, recompute_norms
-from cases import nn_ops, on_a_side_stream
+from cases import nn_ops
 from trainings import NormsAndConvolutions
 
 
@@ -32,6 +32,21 @@ def gradients(model, x, recomputed, mode=True):
         loss = model(x).square().mean()
     loss.backward()
     return [loss, x.grad, *(param.grad for param in model.parameters())]
+
+
+@contextlib.contextmanager
+def on_a_side_stream(device):
+    """On a GPU the block's work is queued on a stream of its own, behind work that takes a while;
+    it begins with what was queued before and ends before what comes after. On a CPU: nothing."""
+    if device.type == "cpu":
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 @pytest.mark.parametrize("training", [True, False])

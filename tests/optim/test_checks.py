@@ -20,6 +20,7 @@ from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim.masters import MASTERS, MasterParameter
 from cases import (
     KINDS,
+    NEVER_QUANTIZED,
     OPTIMIZERS,
     QUANTIZED,
     TORCH_KINDS,
@@ -341,7 +342,7 @@ def test_masters_that_the_constructor_was_told(level, own, given, kept):
 
 def ways_of(kind):
     """The ways in which an optimizer of the kind can keep its states."""
-    quantized = [] if kind in ("lamb", "novograd-decay") else QUANTIZED
+    quantized = [] if kind in NEVER_QUANTIZED else QUANTIZED
     under_amp = ("O5", "O5 split") if kind in TORCH_KINDS else ()
     return ("alone", "masters", *quantized, *under_amp)
 

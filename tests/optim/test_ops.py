@@ -35,7 +35,7 @@ def lists(draw, names):
     return made
 
 
-def assert_rounded(found, exact, more=0.0):
+def assert_within_ulps(found, exact, more=0.0):
     """`found` is `exact` (float64) after one rounding to its dtype, `more` ulps of FP32 before."""
     error = (found.to(f64) - exact).abs()
     allowed = exact.abs() * (HALF_ULP[found.dtype] + more * 2**-24) + SMALLEST[found.dtype]
@@ -47,7 +47,7 @@ def assert_rounded(found, exact, more=0.0):
 def test_scale_multiplies_and_rounds_once(made, factor):
     ops.scale(made["src"], made["dst"], factor)
     for src, dst in zip(made["src"], made["dst"], strict=True):
-        assert_rounded(dst, src.to(f64) * factor, more=1)
+        assert_within_ulps(dst, src.to(f64) * factor, more=1)
 
 
 @given(lists(["x", "y", "out"]), factors, factors)
@@ -73,7 +73,7 @@ def test_unscale_multiplies_by_the_inverse_scale_and_rounds_once(made, scale):
     inv_scale, found_inf = torch.tensor(1 / scale), torch.zeros(())
     ops.unscale(made["grads"], made["out"], inv_scale, found_inf)
     for grad, out in zip(made["grads"], made["out"], strict=True):
-        assert_rounded(out, grad.to(f64) * float(inv_scale), more=1)
+        assert_within_ulps(out, grad.to(f64) * float(inv_scale), more=1)
     assert found_inf == 0
 
 

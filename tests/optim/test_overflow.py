@@ -9,6 +9,7 @@ import torch
 import reference
 from ampfuse import optim
 from cases import (
+    CHUNK,
     KINDS,
     OPTIMIZERS,
     assert_same_bits,
@@ -24,7 +25,6 @@ from cases import (
 )
 
 inf, nan = math.inf, math.nan
-CHUNK = 32768
 SIZES = (1, 40, CHUNK + 21)
 # Where in the last tensor: its ends, within a vector, at the chunk boundary, in the remainder.
 PLACES = (0, 7, 16, CHUNK - 1, CHUNK, CHUNK + 16, CHUNK + 20)

@@ -9,6 +9,7 @@ import ampfuse
 from ampfuse.compat.apex import optimizers
 from ampfuse.compat.apex.optimizers import FusedAdam
 from cases import (
+    CHUNK,
     KINDS,
     assert_same_bits,
     bf16,
@@ -21,7 +22,6 @@ from cases import (
     snapshot,
 )
 
-CHUNK = 32768
 SIZES = (0, 1, 15, 17, CHUNK + 21)
 SCALE = 1024.0
 
