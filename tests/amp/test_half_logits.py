@@ -2,7 +2,6 @@
 
 What is allocated is the profiler's word, which sees into compiled code and backward passes. Loss
 and gradients are compared with float64, and have to come as near as with FP32 outputs.
-This file as a program is each of two processes.
 """
 
 import functools

@@ -137,7 +137,6 @@ def test_the_driver_is_named(script, driver, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpus_are_listed_with_their_coverage(facts):
     gpu = facts["GPUs"]["GPU 0"]
     assert torch.cuda.get_device_name(0) in gpu

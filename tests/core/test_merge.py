@@ -36,7 +36,8 @@ class Ranks:
     def join(self, rank, optimizer, counted_elsewhere=None):
         def gather(mine):
             self.handed[rank] = mine.clone()
-            self.calls += rank == 0
+            if rank == 0:
+                self.calls += 1
             self.barrier.wait()
             everyone = torch.cat(self.handed)
             self.barrier.wait()

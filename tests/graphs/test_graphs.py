@@ -760,7 +760,7 @@ def test_changes_that_need_a_new_capture_are_refused(name, stand_in):
     change, text = CHANGES[name]
     training = TRAININGS["adamw"](torch.device("cpu"))
     if name.startswith("momentum"):
-        momentum = 0.9 * (name == "momentum ends")
+        momentum = 0.9 if name == "momentum ends" else 0.0
         training = alone(optim.SGD, bf16, torch.device("cpu"), lr=0.1, momentum=momentum)
     step = training.graphed(sample("cpu"))
     step(*sample("cpu"))

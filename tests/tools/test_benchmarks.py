@@ -246,7 +246,7 @@ def test_levels_of_the_host_and_parts_of_a_network(main, here, traced, tmp_path)
 @pytest.mark.parametrize("network", ["gpt", pytest.param("wrn16_4", marks=pytest.mark.slow)])
 def test_every_variant_of_a_network_takes_the_same_step(load, traced, network):
     """Its first loss and the update are those of FP32, as far as BF16 goes."""
-    pytest.importorskip("transformers" if network != "resnet18" else "torchvision")
+    pytest.importorskip("transformers")
     nets = load("nets")
     losses_of = {}
     options = SimpleNamespace(host=False, device=CPU, parts=True, no_compile=False)
