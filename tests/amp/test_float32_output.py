@@ -346,7 +346,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
 @pytest.mark.parametrize("use", WHOLE)
-def test_a_function_of_the_model(use, level):
+def test_a_function_of_the_model_sees_float32(use, level):
     models = initialized(level), initialized(level, cast_model_outputs=f32)
     found, expected = (WHOLE[use](model, X) for model in models)
     assert found.dtype == f32

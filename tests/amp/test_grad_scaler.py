@@ -151,7 +151,7 @@ def two_losses(scaler, names):
 
 @pytest.mark.parametrize("sgd", ["ampfuse SGD", "torch SGD"])
 @pytest.mark.parametrize("adamw", ["ampfuse AdamW", "torch AdamW"])
-def test_several_models_losses_and_optimizers(sgd, adamw):
+def test_several_models_losses_and_optimizers_train_as_with_torchs(sgd, adamw):
     found, found_scale = two_losses(ours(growth_interval=2), (sgd, adamw))
     expected, expected_scale = two_losses(torchs(growth_interval=2), ("torch SGD", "torch AdamW"))
     assert found_scale == expected_scale
@@ -200,7 +200,7 @@ def test_other_optimizers_with_fp16_parameters_are_refused_as_by_torch():
         one.train(ours(init_scale=8.0), 0.25)
 
 
-def test_gradients_of_every_kind_in_one_optimizer():
+def test_one_optimizer_takes_gradients_of_every_kind():
     """FP32, half, and one that has gaps in memory."""
     dense, half, gaps = parameters = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     half.data = half.data.half()

@@ -133,7 +133,7 @@ def test_mixed_dtypes_are_torchs_own(wide, dtype, kernel):
 
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize(("dtype", "precision"), [(HALF, 4e-3), (torch.bfloat16, 0.02)])
-def test_autograd_and_double_backward(dtype, precision, kernel):
+def test_first_and_second_derivatives_agree_with_float64(dtype, precision, kernel):
     """Through the module API: first and second derivatives against float64."""
     inputs = [eighths(shape) for shape in ((2, 6, 8, 8), (5, 6, kernel, kernel))]
 
@@ -196,7 +196,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_on_a_cpu_without_half_instructions(name):
+def test_products_are_right_on_a_cpu_without_half_instructions(name):
     call, *shapes = PRODUCTS[name]
     inputs = [eighths(shape) for shape in shapes]
     _C.set_half_ops(True, every=True)

@@ -229,7 +229,7 @@ levels = pytest.mark.parametrize("level", AUTOCAST)
 @levels
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("kind", ["half", "float", "as given"])
-def test_types_of_one_tensor(kind, wide, level):
+def test_functions_of_one_tensor_return_their_type(kind, wide, level):
     given = f32 if wide else HALF_TYPES[level]
     functions, to = {
         "half": (HALF, HALF_TYPES[level]),

@@ -206,7 +206,7 @@ def test_half_models_are_taken_over_exactly_with_a_word(level, dtype):
     assert torch.equal(next(amp.master_params(optimizer)), exact)
 
 
-def test_half_models_on_request_and_frozen():
+def test_half_models_are_taken_on_request_or_frozen():
     initialized("O1", nn.Linear(4, 4).half(), allow_incoming_model_not_fp32=True)
     initialized("O1", nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 4)))
 
@@ -214,7 +214,7 @@ def test_half_models_on_request_and_frozen():
 @pytest.mark.filterwarnings("error")
 @levels
 @pytest.mark.parametrize("earlier", ["O2", "O5"])
-def test_half_weights_of_an_earlier_call_at_another_level(earlier, level):
+def test_half_weights_of_an_earlier_call_are_told_at_another_level(earlier, level):
     model, _ = initialized(earlier)
     if level in ("O1", "O4"):
         said = pytest.raises(RuntimeError, match=f"'w' is .*float16, but {level} trains FP32")

@@ -62,7 +62,7 @@ def assert_masters_are_the_weights(masters, model):
 
 
 @pytest.mark.parametrize(("kind", "level"), RUNS)
-def test_the_bits_of_an_uninterrupted_run(kind, level):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(kind, level):
     training = Training(kind).initialize(level)
     training.steps(range(4))
     saved = through_a_file(training.state())
@@ -92,7 +92,7 @@ def as_apex_saved(state):
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "Adagrad"])
-def test_checkpoints_of_apex(kind, level, when):
+def test_checkpoints_of_apex_load(kind, level, when):
     """Masters start from the weights; the moments, which apex rounded to half, stay FP32."""
     training = Training(kind).initialize(level)
     training.steps(range(4))
@@ -283,7 +283,9 @@ LOOKS = {
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize(("kind", "level", "mode"), RUNS_OF_DCP)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_same_bits_by_torch_distributed_checkpoint(kind, level, mode, look, steps, tmp_path):
+def test_torch_distributed_checkpoint_resumes_with_the_same_bits(
+    kind, level, mode, look, steps, tmp_path
+):
     """Whoever looked at the optimizer before; and that it was saved changes nothing."""
     alone = Wide(kind, level, mode).steps(range(steps + 3))
     training = Wide(kind, level, mode)

@@ -561,7 +561,7 @@ def test_what_was_dropped_is_not_in_the_norm(level):
 @levels
 @pytest.mark.parametrize("first", ["scheduler", "initialize"])
 @pytest.mark.parametrize("skipped", [0, 1])
-def test_lr_schedulers_built_before_or_after(level, first, skipped):
+def test_lr_schedulers_may_be_built_before_or_after(level, first, skipped):
     model = Scalar(8.0)
     optimizer = sgd(model)
     (group,) = optimizer.param_groups

@@ -115,7 +115,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cases(name, convolves):
+def test_each_case_is_right_with_its_products(name, convolves):
     products, arguments = CASES[name]
     case = Case(**arguments)
     assert case.products(convolves) == products
@@ -125,7 +125,7 @@ def test_cases(name, convolves):
 
 
 @given(st.data())
-def test_any_convolution(data):
+def test_any_convolution_is_right(data):
     def side(name):
         kernel = data.draw(st.integers(1, 3), f"kernel, {name}")
         dilation = data.draw(st.integers(1, 2), f"dilation, {name}")
@@ -155,7 +155,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_memory(name, kernel):
+def test_other_memory_formats_are_right(name, kernel):
     case = Case((2, 6, 8, 8), (5, 6, kernel, kernel), padding=kernel // 2, bias=True)
     part, change = OTHERS[name]
     setattr(case, part, change(getattr(case, part)))
@@ -203,14 +203,14 @@ def test_inf_and_nan_go_where_float64_puts_them(kernel):
         assert ours[exact.isnan()].isnan().all()
 
 
-def test_under_autocast(convolves):
+def test_small_convolutions_are_not_replaced_under_autocast(convolves):
     pixels, second = torch.nn.Conv2d(6, 16, 1), torch.nn.Conv2d(16, 8, 3, 2, 1, bias=False)
     model = torch.nn.Sequential(pixels, second).to(memory_format=LAST)
     with torch.autocast("cpu", dtype=HALF):
         assert not convolves(lambda: model(image(4, 6, 8, 8)))
 
 
-def test_a_backward_pass_inside_autocast():
+def test_a_backward_pass_may_run_inside_autocast():
     case = Case((2, 6, 8, 8), (5, 6, 1, 1), bias=True)
     expected = case.backward()
     with torch.autocast("cpu", dtype=torch.float16):
@@ -219,7 +219,7 @@ def test_a_backward_pass_inside_autocast():
             assert torch.equal(a, b)
 
 
-def test_taken_back(convolves):
+def test_replaced_convolutions_are_taken_back(convolves):
     case = Case((2, 6, 8, 8), (5, 6, 1, 1))
     with cpu_half_ops(False):
         assert case.products(convolves) == ""

@@ -292,7 +292,7 @@ def test_a_wrapper_trains_as_in_plain_torch(name, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_hooks_and_schedulers_of_a_wrapper(level):
+def test_hooks_and_schedulers_of_a_wrapper_work(level):
     training, calls = Training(WRAPPERS["SharesState of SGD"]), []
     scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, 0.5)
     training.initialize(level)
@@ -336,7 +336,7 @@ def test_only_what_a_step_of_ours_reads_is_checked(make, key, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("cls", [ZeroesItself, Counting])
-def test_zero_grad_of_the_optimizers_own(cls, level):
+def test_zero_grad_of_the_optimizers_own_runs(cls, level):
     training = train_as_in_plain_torch(partial(cls, lr=0.02), level)
     optimizer = training.optimizer
     optimizer.zero_grad()

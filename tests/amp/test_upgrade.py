@@ -122,7 +122,7 @@ def test_hooks_fire_as_in_torch(name, level):
     assert calls == ["saving", "loaded"]
 
 
-def test_differentiable_and_decoupled_adam():
+def test_upgrade_keeps_a_differentiable_adam_generic():
     """differentiable=True wants a step that autograd records; the flag of Adam is AdamW's rule."""
     for options, generic in (({"differentiable": True}, True), ({}, False)):
         param = torch.ones(3, requires_grad=True)
@@ -171,7 +171,7 @@ def test_masters_follow_edits_of_the_model(name, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", SOME)
-def test_add_param_group(name, level):
+def test_parameters_may_be_added_to_empty_groups(name, level):
     """To an optimizer of empty groups the model's parameters, then those of another layer."""
     training = Training(lambda params: OPTIMIZERS[name]([{"params": []}]), level)
     training.steps(range(2))
@@ -306,7 +306,7 @@ def test_a_parameter_unfrozen_later_trains_as_the_others(name, level, copied):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RAdam, optim.Lion])
-def test_the_way_to_initialize_again(level, cls):
+def test_the_message_says_how_to_initialize_again(level, cls):
     """The message's, step by step: the training goes on as if nothing had happened."""
     training = Training(cls, level)
     training.steps(range(3))
@@ -332,7 +332,7 @@ def test_the_way_to_initialize_again(level, cls):
     ("name", "level", "options"),
     [*((name, level, {}) for name in ("AdamW", "SGD", "RMSprop") for level in LEVELS), *SPLIT],
 )
-def test_a_memory_format_after_initialize(name, level, options, when):
+def test_a_memory_format_may_change_after_initialize(name, level, options, when):
     """At once, between two passes, and after steps: the bits of the one that stays contiguous."""
     snapshots = []
     for moved in (False, True):

@@ -162,7 +162,7 @@ def test_scales_that_are_no_number(table, scale, said):
 
 
 @pytest.mark.parametrize("grad", [torch.ones(1).expand(5, 1), torch.ones(2), torch.ones(50)])
-def test_a_gradient_of_another_shape(table, grad):
+def test_a_gradient_of_another_shape_is_refused(table, grad):
     """Its setter looks, but not that of its data."""
     table.param(0).grad.data = grad
     with pytest.raises(RuntimeError, match="the gradient of a has shape"):
@@ -199,7 +199,7 @@ def test_trackers_that_are_none_are_refused(place, wrong, error, message):
 
 
 @pytest.mark.parametrize("state", [-1, 3, 64])
-def test_states_that_no_algorithm_has(state):
+def test_states_that_no_algorithm_has_are_refused(state):
     lists = [torch.zeros(4, dtype=torch.uint8), torch.zeros(1)]
     with pytest.raises(IndexError, match=f"state {state} of 3"):
         _core.C.decode_state("adam", state, "8bit", lists, torch.zeros(4))
@@ -244,7 +244,7 @@ def test_random_calls_under_the_address_sanitizer(tmp_path):
         ("sgd", 2, "got 2"),
     ],
 )
-def test_a_step_on_lists_that_lacks_memory(algorithm, states, said):
+def test_a_step_on_lists_that_lacks_memory_is_refused(algorithm, states, said):
     x = [torch.ones(4)]
     lists = [[torch.zeros(4)] for _ in range(states)]
     with pytest.raises(ValueError, match=said):

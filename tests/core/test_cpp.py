@@ -51,7 +51,7 @@ NARROWER = slow(*ISAS[_core.C.cpu_isa()][:-1])
 
 @built
 @pytest.mark.parametrize("isa", NARROWER)
-def test_narrower_instruction_sets(isa):
+def test_narrower_instruction_sets_pass_the_cpp_tests(isa):
     """Each has the bits of the CUDA kernels, as the widest has above."""
     run(PROGRAM, AMPFUSE_CPU_ISA=isa)
 

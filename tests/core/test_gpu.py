@@ -34,7 +34,7 @@ def queued_on(stream):
     return torch.cuda.stream(stream) if stream else contextlib.nullcontext()
 
 
-def test_steps_beside_a_competing_stream(device):
+def test_steps_beside_a_competing_stream_have_the_same_bits(device):
     """Ten thousand on a GPU: whichever block ends last finds what the others left.
 
     The competitor keeps the memory busy and has last blocks of its own, in rows of other sizes.
@@ -113,7 +113,7 @@ def test_new_gradient_addresses_behind_a_delayed_stream():
 
 
 @pytest.mark.gpu
-def test_steps_on_several_streams():
+def test_steps_on_several_streams_have_the_same_bits():
     history = gradients(9)
     params, optimizer = start("cuda")
     streams = [torch.cuda.Stream() for _ in range(3)]

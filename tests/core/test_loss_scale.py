@@ -56,7 +56,7 @@ def test_the_scale_follows_its_rule(overflows, scale, rule, device):
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("flags", [(0, 0, 0), (0, 1, 0), (1, 1, 1), (0,), (1,)])
-def test_one_verdict_for_several_optimizers(flags, share, device):
+def test_several_optimizers_may_share_one_verdict(flags, share, device):
     scaler = Scaler(1024.0, device)
     verdicts = scaler.update(*flags, share=share)
     assert verdicts == ([float(any(flags))] * len(flags) if share else [float(f) for f in flags])

@@ -199,7 +199,7 @@ def expected():
 
 
 @pytest.mark.parametrize("flush", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_threads_and_floating_point_mode(expected, flush):
+def test_threads_and_floating_point_mode_change_no_bits(expected, flush):
     assert_same_bits(scenario(threads=2, flush=flush), expected)
 
 

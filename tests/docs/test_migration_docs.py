@@ -74,7 +74,7 @@ def test_the_names_of_the_table_are_there():
                     assert hasattr(parent, name), cell
 
 
-def test_the_way_in_at_the_start_of_a_program():
+def test_the_import_at_the_start_of_a_program_replaces_apex():
     (code,) = re.findall(r"```python\n(import ampfuse\.compat\.apex.*?)```", APEX, re.DOTALL)
     with clean_apex_names():
         exec(code, {})

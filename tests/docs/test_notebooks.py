@@ -290,7 +290,7 @@ FIGURES = {
 @pytest.mark.slow
 @pytest.mark.notebook
 @pytest.mark.parametrize("name", TEXTS)
-def test_what_a_notebook_shows(name, tmp_path, kernel):
+def test_a_notebook_shows_what_it_should(name, tmp_path, kernel):
     for package in ("torchvision", "timm", "pandas"):
         pytest.importorskip(package)
     run = executed(name, tmp_path, kernel)

@@ -27,7 +27,7 @@ def masked(text):
     return " ".join(re.sub(r"#+", "", text).split())
 
 
-def test_the_table_of_memory_modes(capsys):
+def test_the_table_of_memory_modes_is_what_is_printed(capsys):
     page = (DOCS / "memory.md").read_text()
     (code,) = re.findall(r"```python\n([^`]*memory_report\(model[^`]*)```\n\n```text", page)
     exec(code, {})
@@ -35,7 +35,7 @@ def test_the_table_of_memory_modes(capsys):
 
 
 @pytest.mark.slow
-def test_the_plan_of_eight_billion_parameters():
+def test_the_plan_of_eight_billion_parameters_is_what_is_printed():
     pytest.importorskip("transformers")
     (command,) = re.findall(
         r"^ampfuse (plan --hf [^`]*)^```", (DOCS / "memory.md").read_text(), re.M
@@ -108,7 +108,7 @@ OVERFLOWS = {
 
 
 @pytest.mark.parametrize("begins", OVERFLOWS)
-def test_the_explanation_of_an_overflow(begins, tmp_path, monkeypatch):
+def test_the_explanation_of_an_overflow_is_what_is_printed(begins, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT.format(**OVERFLOWS[begins]))
     assert masked(python("train.py").stdout) == masked(sample("insight.md", begins))
@@ -150,7 +150,7 @@ def test_the_report_of_the_doctor(tmp_path, monkeypatch):
         assert any(re.match(r"  \d\. about [\d.]+x: BF16 \(O5\)", line) for line in lines), text
 
 
-def test_the_table_of_advise():
+def test_the_table_of_advise_is_what_is_printed():
     model = nn.Linear(8, 4)
     batch = torch.randn(16, 8), torch.arange(16) % 4
 

@@ -54,7 +54,7 @@ def test_initialize_changes_what_the_page_lists(changes, level):
     assert set(changes[f"amp.initialize {level}"]) - ON_SOME_CPUS == expected
 
 
-def test_registered_functions(changes):
+def test_registered_functions_are_replaced_as_listed(changes):
     expected = listed("In the process", "amp.register_float_function")
     assert expected == {"torch.fft.fft"}
     others = listed("In the process", "amp.initialize", "O1")
@@ -62,7 +62,7 @@ def test_registered_functions(changes):
     assert found - ON_SOME_CPUS == expected | others
 
 
-def test_kernels_of_the_cpu(changes):
+def test_kernels_of_the_cpu_are_replaced_as_listed(changes):
     expected = listed("In the process", "ampfuse.cpu_half_ops") | ON_SOME_CPUS
     assert ON_SOME_CPUS in [set(names) for names, _ in rows("In the process")]
     assert set(changes["ampfuse.cpu_half_ops"]) - {"os.register_at_fork()"} == expected

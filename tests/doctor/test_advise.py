@@ -289,7 +289,7 @@ def test_a_list_or_dict_is_one_batch(kind):
     assert row_of(advice, "O4").losses[-1] < row_of(advice, "O4").losses[0]
 
 
-def test_optimizers_of_other_kinds_and_frozen_parts():
+def test_optimizers_of_other_kinds_are_advised():
     for kind in (torch.optim.Adadelta, ampfuse.optim.LAMB, torch.optim.RMSprop):
         advice = amp.advise(*training(Net(), kind), levels=["O3", "O5"], **QUICK)
         assert all(row.losses for row in advice.rows)
@@ -319,7 +319,7 @@ def refused(kind, words, **changes):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_cannot_be_trained_as_a_copy():
+def test_what_cannot_be_trained_as_a_copy_is_refused():
     model, _, _, optimizer = training()
     given = {"model": model, "optimizer": optimizer}
     for part, words in ((model, "used the original"), (model[:], "no gradient")):

@@ -139,7 +139,7 @@ for optimizer in train(model, torch.ones(4, 16), torch.optim.Adam):
 
 
 @pytest.mark.parametrize("kind", ["eager", "compiled"])
-def test_lines_that_synchronize(kind, tmp_path, monkeypatch):
+def test_lines_that_synchronize_are_named(kind, tmp_path, monkeypatch):
     """Not those in torch's optimizer, whose step counts are on the CPU."""
     code = SYNCS if kind == "eager" else SYNCS.replace("model.weight.sum()", "read()").replace(
         "for optimizer", "read = torch.compile(lambda: model.weight.sum(), backend='eager')\n"
@@ -265,7 +265,7 @@ def case(ms, types=FULL, device=CPU, **known):
         (case({"layout": 9.99}), "fewer transpositions", "at most 100.00x"),
     ],
 )
-def test_advice(known, kind, found, monkeypatch):
+def test_advice_fits_the_finding(known, kind, found, monkeypatch):
     monkeypatch.setattr(hardware, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     advice = [(one.kind, one.found) for one in report.find(known)]
@@ -284,7 +284,7 @@ def test_units_of_the_cpu_decide_about_half_precision(monkeypatch):
         assert len(report.find(case({"matrix": 9.0}))) == advised
 
 
-def test_bound_of_half_precision():
+def test_the_bound_of_half_precision_is_told():
     for types, limit, share in ((FULL, 2.0, "40%"), (HALF, 1.0, "0%")):
         known = case({"matrix": 4.0, "norm": 2.0}, types=types)
         assert known.half_limit == pytest.approx(limit)
@@ -344,7 +344,7 @@ def train(steps):
         ("with torch.profiler.profile(): train(9)", 1, "the script runs torch's profiler itself"),
     ],
 )
-def test_scripts_that_cannot_be_examined(code, status, said, command):
+def test_scripts_that_cannot_be_examined_end_with_a_line(code, status, said, command):
     exit_status, out, err = command("--warmup", 2, "--steps", 3, code=code)
     assert exit_status == status
     (line,) = (line for line in err.splitlines() if line.startswith("ampfuse doctor: "))
@@ -418,7 +418,7 @@ def test_script_goes_on_when_asked(command):
     assert out.index("its own end") < out.index("ms a step")
 
 
-def test_arguments_that_cannot_be(command):
+def test_wrong_arguments_are_told(command):
     for arguments, said in (
         (["missing.py"], "no such file: missing.py"),
         (["--steps", "0", __file__], "must be at least 1, got 0"),
@@ -475,7 +475,7 @@ def us(*records):
 HALF_INPUTS = {"Input type": ["c10::Half"] * 2, "Input Dims": [[8, 8]] * 2}
 
 
-def test_time_of_a_gpu():
+def test_the_time_of_a_gpu_counts():
     """The GPU's own work counts; while it idles, it waits for the host, or for data."""
     assert us(
         step_mark(0),

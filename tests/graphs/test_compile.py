@@ -330,7 +330,7 @@ def same_compiled(function, x, fullgraph=True):
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("latest", ["O1", "O2"])
 @pytest.mark.parametrize("name", AFTER)
-def test_types_that_functions_ask_for(name, latest):
+def test_compiled_functions_get_the_types_that_they_ask_for(name, latest):
     """They are those of the model's own level, whichever model was initialized last."""
     model = amp.initialize(Part(AFTER[name]), opt_level="O1", verbosity=0)
     amp.initialize(nn.Linear(1, 1), opt_level=latest, verbosity=0)
@@ -349,14 +349,14 @@ RESULTS = {
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", RESULTS)
-def test_results_in_containers(name, level):
+def test_results_in_containers_compile(name, level):
     model = Part(lambda layer, y, x: y, RESULTS[name])
     amp.initialize(model, opt_level=level, verbosity=0)
     same_compiled(model, torch.rand(3, 4))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_results_of_transformers(level):
+def test_results_of_transformers_compile(level):
     output = pytest.importorskip("transformers.modeling_outputs").SequenceClassifierOutput
     model = Part(lambda layer, y, x: y, lambda y: output(loss=y.float().sum(), logits=y))
     amp.initialize(model, opt_level=level, verbosity=0)

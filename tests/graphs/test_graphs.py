@@ -580,7 +580,7 @@ def test_structured_batches_are_taken(kind, machine):
         assert torch.equal(model.weight, twin.weight)
 
 
-def test_one_tensor_in_two_places_and_a_captured_constant(stand_in):
+def test_one_tensor_may_be_in_two_places_and_constants_stay(stand_in):
     """An autoencoder's sample may be (x, x); later targets may differ from inputs."""
     model, x = nn.Linear(3, 3), torch.randn(2, 3)
     step = make_graphed_step(model, lambda y, t, k: k * loss_fn(y, t), sgd(model), (x, x, 2))

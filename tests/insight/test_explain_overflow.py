@@ -197,7 +197,7 @@ def test_suggestions_for_attention_help(written, level):
 
 
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
-def test_where_it_is_origin(name):
+def test_an_overflow_is_found_where_it_originated(name):
     function, value, operation, kind, said = (FORWARD | BACKWARD)[name]
     phase = "forward" if name in FORWARD else "backward"
     x = value if isinstance(value, torch.Tensor) else ones(value)
@@ -248,7 +248,7 @@ def test_an_inf_in_the_batch_is_blamed_on_the_data(kind):
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize(("value", "kind"), [(7e4, "inf"), (-1e5, "-inf")])
-def test_weights_beyond_float16(level, value, kind):
+def test_weights_beyond_float16_are_named(level, value, kind):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model.register_buffer("mask", torch.tensor([-float("inf"), 1.0]))
     with torch.no_grad():
@@ -309,7 +309,7 @@ def test_float32_diverges():
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_casts_to_float8(sign):
+def test_casts_to_float8_are_explained(sign):
     cause = explained(
         planted(lambda x: (x * 1e5 * sign).to(torch.float8_e5m2)), ones(), dtype=torch.float32
     )
@@ -318,7 +318,7 @@ def test_casts_to_float8(sign):
     assert said in cause.suggestion
 
 
-def test_nothing_to_explain():
+def test_there_may_be_nothing_to_explain():
     causal = torch.full((8, 8), -INF).triu(1)
     model = nn.Sequential(nn.Linear(8, 8), Op(lambda x: x @ x.T), nn.Linear(2, 2))
     with amp.explain_overflow(model) as watch:
@@ -465,7 +465,7 @@ def test_a_factor_of_a_part_of_the_loss_is_no_loss_scale(factor, operation, scal
     assert cause.suggestion in str(cause)
 
 
-def test_modules_without_parameters_yet_and_transforms_of_functions():
+def test_modules_without_parameters_yet_and_transforms_are_explained():
     model = nn.Sequential(nn.LazyLinear(4), planted(lambda x: x * 300 * 300))
     model[1][1].weight = nn.Parameter(torch.full((4,), 1e-3).half())
     with amp.explain_overflow(model) as watch, torch.autocast("cpu", dtype=torch.float16):
@@ -534,7 +534,7 @@ def test_a_watched_step_has_the_same_bits(kind, how):
     assert all(map(torch.equal, *trained))
 
 
-def test_accumulation_and_recomputed_activations():
+def test_accumulation_and_recomputed_activations_are_explained():
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()

@@ -174,7 +174,7 @@ def test_batch_norms_are_recomputed_where_there_are_any():
     assert "+ recompute_norms" not in none.held
 
 
-def test_language_models_of_transformers_without_logits():
+def test_language_models_of_transformers_are_planned_without_logits():
     hf = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     config = hf.LlamaConfig(vocab_size=32000, intermediate_size=128, use_cache=False, **sizes)

@@ -192,7 +192,7 @@ def test_a_model_that_cannot_be_copied_has_a_report_without_activations():
         amp.memory_report(model, optimizer, torch.randn(12, 64))
 
 
-def test_sizes_and_table():
+def test_sizes_are_read_and_shown_in_a_table():
     assert [bytes_of(text) for text in ("16GB", "1.5 GiB", 7)] == [16 * 10**9, 3 * 2**29, 7]
     assert [size(count) for count in (12, 15.4e9, 2e12)] == ["12 B", "15.4 GB", "2 TB"]
     report = amp.memory_report(*training(), torch.randn(12, 64), budget="60kB")

@@ -140,7 +140,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_under_amp_with_accumulation_clipping_and_a_skipped_step(level):
+def test_readings_under_amp_are_those_of_the_unscaled_clipped_step(level):
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scale = {"loss_scale": "dynamic"} if level in ("O1", "O2") else {}
@@ -165,7 +165,7 @@ def test_under_amp_with_accumulation_clipping_and_a_skipped_step(level):
             assert row.dtype == new.dtype
 
 
-def test_every_so_many_steps_off_and_on_again():
+def test_a_meter_reads_every_so_many_steps_off_and_on_again():
     """A meter that is off counts steps."""
     param = nn.Parameter(torch.randn(40).half())
     optimizer = ampfuse.optim.AdamW([param], lr=1e-3, master_weights=True, max_grad_norm=1.0)
@@ -270,7 +270,7 @@ def test_a_report_has_each_suggestion_once_and_names_where_they_are_known(known)
     assert report.count("For names") == (known == "nowhere")
 
 
-def test_changed_weights_of_a_permuted_parameter():
+def test_changed_weights_have_the_layout_of_their_parameter():
     weight = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
     param = nn.Parameter(weight)
     optimizer = ampfuse.optim.SGD([("conv", param)], lr=1.0)

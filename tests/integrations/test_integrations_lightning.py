@@ -98,7 +98,7 @@ class Manual(Parts):
             assert optimizer.last_step.grad_norm == optimizer.optimizer.last_step.grad_norm > 0
 
 
-def test_manual_optimization_with_two_optimizers():
+def test_manual_optimization_trains_two_optimizers():
     model = Manual()
     trainer("O2").fit(model, DataLoader(BATCHES, batch_size=None))
     expected = by_a_loop(Manual(), "O2", lambda optimizer: amp.clip_grad_norm_(optimizer, 0.05))

@@ -314,7 +314,7 @@ def two_networks(calls, level="O2"):
     return [o.state_dict() for o in optimizers], tracker.log.call_args.args, accelerator.scaler
 
 
-def test_a_model_without_an_optimizer():
+def test_a_model_may_have_no_optimizer():
     accelerator, model = Accelerator(cpu=True), Net()
     assert initialize(accelerator, model, None, "O5", verbosity=0) is model
     assert model.layers[0].weight.dtype == torch.bfloat16
@@ -347,7 +347,7 @@ class OfGPT2(ByTransformers):
 
 
 @pytest.mark.parametrize(("level", "dtype"), [("O2", torch.float16), ("O5", torch.bfloat16)])
-def test_a_model_of_transformers_with_tied_weights(level, dtype, tmp_path):
+def test_a_model_of_transformers_keeps_tied_weights(level, dtype, tmp_path):
     whole = OfGPT2(level).run(tmp_path)
     assert whole.model.transformer.wte.weight is whole.model.lm_head.weight
     assert whole.model.lm_head.weight.dtype == dtype

@@ -115,7 +115,7 @@ def test_names_and_what_they_compute(curve):
 
 
 @of_every_curve
-def test_images_as_they_lie(curve):
+def test_images_keep_their_memory_format(curve):
     x = torch.randn(2, 24, 5, 7).to(memory_format=torch.channels_last).requires_grad_()
     up = torch.randn(2, 24, 5, 7)
     for other in (None, up):
@@ -129,7 +129,7 @@ def test_images_as_they_lie(curve):
 
 
 @of_every_curve
-def test_what_is_torchs(curve):
+def test_the_rest_is_left_to_torch(curve):
     """No elements, float64, a scalar, types and shapes that differ."""
     for x in (torch.randn(0, 8), torch.randn(4, 8, dtype=torch.float64), torch.randn(())):
         torch.testing.assert_close(op(x, curve=curve), CURVES[curve](x))

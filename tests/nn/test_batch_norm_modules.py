@@ -71,7 +71,7 @@ def plainly(norm, x, residual=None, *, relu):
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("residuals", [0, 1])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_it_is_torchs(option, residuals, relu, hardware):
+def test_the_module_computes_what_torchs_does(option, residuals, relu, hardware):
     arguments, prepare = OPTIONS[option]
     ours = BatchNormAct2d(4, **arguments, activation="relu" if relu else None)
     calls = {
@@ -98,7 +98,7 @@ def test_state_dicts_fit_both_ways(arguments):
     assert vars(theirs).keys() | {"activation"} == vars(ours).keys()
 
 
-def test_errors_are_torchs():
+def test_errors_are_those_of_torch():
     one = torch.ones(1, 4, 1, 1)
     for call in (
         lambda cls: cls(4)(one),
@@ -114,7 +114,7 @@ def test_errors_are_torchs():
     BatchNormAct2d(4).eval()(one)
 
 
-def test_repr_copy_and_pickle():
+def test_repr_copy_and_pickle_keep_the_options():
     norm = start(BatchNormAct2d(4, eps=0.1, activation=None))
     inside = repr(nn.BatchNorm2d(4, eps=0.1)).partition("(")[2][:-1]
     assert repr(norm) == f"BatchNormAct2d({inside}, activation=None)"

@@ -64,7 +64,9 @@ def test_cross_entropy_agrees_with_float64(dtype, rows, classes, smoothing, hard
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
-def test_weights_ignored_targets_and_reductions(dtype, reduction, weighted, smoothing):
+def test_weights_ignored_targets_and_reductions_agree_with_float64(
+    dtype, reduction, weighted, smoothing
+):
     rows, classes = 33, 130
     weight = torch.linspace(0, 2, classes) if weighted else None
     target = targets_of(rows, classes, ignored=(0, 7, 32))
@@ -73,7 +75,7 @@ def test_weights_ignored_targets_and_reductions(dtype, reduction, weighted, smoo
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 7, 3), (2, 7, 3, 5)])
-def test_every_shape_of_torch(shape):
+def test_every_shape_of_torch_is_taken(shape):
     x = torch.randn(shape, dtype=torch.bfloat16)
     target = torch.randint(7, shape[:0] if len(shape) == 1 else shape[:1] + shape[2:])
     layouts = [x, x.to(memory_format=torch.channels_last)] if len(shape) == 4 else [x]
@@ -120,7 +122,7 @@ def test_extreme_logits_give_the_loss_of_float64(dtype):
 @pytest.mark.parametrize(
     ("first", "last"), [(-900, 900), (900, -900), (5000, 5100), (-20100, -20000), (-60000, 60000)]
 )
-def test_logits_that_rise_or_fall_along_a_row(first, last, dtype, hardware):
+def test_logits_may_rise_or_fall_along_a_row(first, last, dtype, hardware):
     """The exponent of the sums is raised on the way."""
     steps = torch.linspace(first, last, SPAN + 70, device=hardware)
     logits = torch.stack([steps, steps.view(2, -1).flip(0).flatten(), steps.sort().values])

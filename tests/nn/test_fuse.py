@@ -288,7 +288,7 @@ def test_what_is_left_says_why(name):
     model(X)
 
 
-def test_nothing_to_fuse():
+def test_a_model_may_have_nothing_to_fuse():
     model = nn.Sequential(nn.Linear(2, 2))
     assert str(fuse(model)) == "nothing to fuse"
     assert not fuse(nn.BatchNorm2d(2)).fused
@@ -378,7 +378,7 @@ def compiled(model):
 
 
 @pytest.mark.parametrize("wrap", [compiled, nn.parallel.DistributedDataParallel])
-def test_what_wraps_a_model(wrap, one_process):
+def test_a_wrapped_model_computes_the_same(wrap, one_process):
     model = two_blocks()
     fused = copy.deepcopy(model)
     fuse(fused)

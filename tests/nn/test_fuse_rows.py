@@ -595,7 +595,7 @@ def test_fused_models_train_alike_at_each_level(name, level):
     assert name == "ViT" or losses[True][-1] < losses[True][0] / 2
 
 
-def test_gradient_checkpointing_after_fusing():
+def test_gradient_checkpointing_works_after_fusing():
     model = GPT2().train()
     fuse(model)
     counts = []
@@ -613,7 +613,7 @@ def test_encoder_layers_of_torch_are_fused():
     assert passes(model, torch.randn(2, 5, 24))[1] == 4
 
 
-def test_the_loss_of_causal_language_models():
+def test_causal_language_models_take_the_fused_loss():
     model = of_transformers("Llama", "ForCausalLM", **SMALL).to(bf16)
     words = torch.randint(50, (3, 9))
     labels = words.masked_fill(words % 5 == 0, -100)

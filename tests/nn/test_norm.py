@@ -129,7 +129,7 @@ def test_no_rows_at_all_and_types_that_are_torchs(norm):
         torch.testing.assert_close(gradients, right)
 
 
-def test_several_dimensions_and_views():
+def test_several_dimensions_and_views_are_normed():
     x = torch.randn(3, 4, 5, 6, dtype=torch.bfloat16)[:, 1:]
     weight, bias = torch.randn(5, 6), torch.randn(5, 6)
     y = layer_norm(x, (5, 6), weight, bias)

@@ -177,7 +177,7 @@ def test_a_split_gives_views_whose_gradient_is_copied_once():
 @pytest.mark.parametrize("of_weight", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("dtype", "error"), [(f32, 1e-5), (f16, 2e-3), (bf16, 2e-2)])
-def test_a_convolution_of_patches(dtype, error, form, of_weight):
+def test_a_convolution_of_patches_agrees_with_float64(dtype, error, form, of_weight):
     inputs = [torch.randn(2, 3, 9, 13), torch.randn(5, 3, 4, 6) / 9, torch.randn(5)]
     x, weight, bias = (t.to(dtype) for t in inputs)
     x, weight = x.contiguous(memory_format=form), weight.contiguous(memory_format=of_weight)

@@ -161,7 +161,7 @@ OF_THE_WHOLE = {
 
 @pytest.mark.parametrize("name", OF_THE_WHOLE)
 @pytest.mark.parametrize("cls", [*ALL, torch.optim.AdamW])
-def test_options_of_the_whole_optimizer_in_a_group(cls, name):
+def test_options_of_the_whole_optimizer_are_refused_in_a_group(cls, name):
     """They are refused, also for torch's under amp if the key came after `initialize`."""
     value = OF_THE_WHOLE[name]
     if (cls, name) == (torch.optim.AdamW, "master_weights"):
@@ -186,7 +186,7 @@ def test_options_of_the_whole_optimizer_in_a_group(cls, name):
         train(optimizer, [steps])
 
 
-def test_an_option_that_a_group_repeats():
+def test_a_group_may_repeat_an_option():
     """ZeroRedundancyOptimizer repeats options in groups; a different value is refused later."""
     optimizer = optim.AdamW([{"params": parameters(), "ema_decay": 0.5}], ema_decay=0.5)
     train(optimizer)
@@ -322,7 +322,7 @@ def test_stochastic_weights_get_no_masters(masters):
         ("O5", True, {"master_weights": "split"}, "master_remainder"),
     ],
 )
-def test_masters_that_the_constructor_was_told(level, own, given, kept):
+def test_initialize_keeps_the_masters_that_the_constructor_was_told(level, own, given, kept):
     model = nn.Linear(3, 2)
     exact = model.weight.detach().clone()
     optimizer = optim.AdamW(model.parameters(), master_weights=own)
@@ -488,7 +488,7 @@ def test_what_a_class_of_somebody_keeps_beside_our_states():
     assert again.state_dict()["state"][0]["exp_avg"] == 1
 
 
-def test_states_of_other_settings():
+def test_the_options_of_saved_groups_decide_which_states_must_be_there():
     """The options of the saved groups decide which states must be there, not this optimizer's."""
     theirs = torch.optim.Adam(parameters())
     train(theirs)
@@ -545,7 +545,7 @@ def test_damaged_loss_scales_are_refused(key):
 
 
 @pytest.mark.parametrize("scale", [inf, nan, -1.0])
-def test_static_scales_and_pickled_scalers(scale):
+def test_wrong_static_scales_are_refused(scale):
     with pytest.raises(ValueError, match=r"^loss_scale is .*positive and finite"):
         amp.LossScaler(scale)
     scaler = LossScaler("dynamic")

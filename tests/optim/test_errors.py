@@ -67,7 +67,7 @@ def test_wrong_gradients_are_refused(kind, case, masters, device):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [f64, torch.complex64])
-def test_parameters_of_another_dtype(optimizer, dtype):
+def test_parameters_of_another_dtype_are_refused(optimizer, dtype):
     param = torch.ones(4, 3, dtype=dtype, requires_grad=True)
     name = optimizer.__name__
     with pytest.raises(TypeError, match=rf"{name} supports .*got {dtype} of .*Convert the model"):
@@ -88,7 +88,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("case", STRANGE)
-def test_parameters_without_values_of_their_own(case):
+def test_parameters_without_values_of_their_own_are_refused(case):
     strange, message = STRANGE[case]
     named = model()
     named[1] = "body.weight", strange.detach().requires_grad_()
@@ -102,7 +102,7 @@ def test_parameters_without_values_of_their_own(case):
 
 
 @pytest.mark.parametrize("changed", ["shape", "strides"])
-def test_a_parameter_that_changed(changed):
+def test_a_parameter_that_changed_shape_or_strides_is_refused(changed):
     """States that are not quantized follow other strides."""
     param = parameters([(64, 64)])[0]
     optimizer = make("adamw", [("body.weight", param)], state_dtype="8bit")
@@ -115,7 +115,7 @@ def test_a_parameter_that_changed(changed):
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
-def test_a_parameter_that_changed_its_dtype(dtype):
+def test_a_parameter_may_change_its_dtype(dtype):
     """model.half() after the optimizer was built and used.
 
     Without masters that is a legitimate thing to do: the weights are stepped as they are now.
@@ -182,7 +182,7 @@ def test_wrong_calls_are_refused(case):
         call()
 
 
-def test_a_step_inside_a_backward_pass():
+def test_a_step_inside_a_backward_pass_is_refused():
     optimizer = make("adamw", model())
     optimizer.begin_backward()
     with pytest.raises(RuntimeError, match=r"step\(\) inside a backward pass"):

@@ -114,7 +114,7 @@ def amp_run(inner, level, when, clip=True, **options):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("inner", ["SGD", "RMSprop"])
-def test_the_rule_under_amp(inner, clip, level):
+def test_the_rule_applies_to_unscaled_gradients_and_masters_under_amp(inner, clip, level):
     """On unscaled gradients and masters; a weight of zeros and a gradient of zeros among them."""
     larc, masters, one_pass = amp_run(inner, level, "before", clip, loss_scale=128.0)
     states = [torch.zeros_like(p, dtype=f64) for p in masters]
@@ -241,7 +241,7 @@ def test_torchs_grad_scaler_drives_larc(kind):
     assert_close(plain, scaled, rtol=1e-6, atol=1e-7)
 
 
-def test_half_gradients_of_another_optimizer():
+def test_half_gradients_of_another_optimizer_follow_the_rule():
     param = torch.randn(300).to(bf16).requires_grad_()
     larc = optim.LARC(torch.optim.SGD([param], lr=0.1, weight_decay=0.1), 0.01)
     param.grad = torch.randn(300).to(bf16)

@@ -453,7 +453,7 @@ def test_averages_are_those_of_float64(name, mode, device):
 
 
 @pytest.mark.parametrize("mode", [True, "split", False])
-def test_swapping_averages_in_and_out(mode):
+def test_averages_are_swapped_in_and_out(mode):
     params = parameters(bf16, f16, f32)
     optimizer = optim.AdamW(params, lr=1e-1, master_weights=mode, ema_decay=0.9)
     train(optimizer, range(4))
@@ -622,7 +622,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("options", "held"), HELD)
-def test_bytes_a_parameter_held(options, held):
+def test_a_parameter_holds_so_many_bytes(options, held):
     """The bytes include weight and gradient, and are counted by torch's allocator."""
     count = 1 << 16
     gc.collect()  # or it could release what an earlier profile saw

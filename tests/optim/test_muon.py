@@ -115,7 +115,9 @@ def test_orthogonalized_is_as_near_to_float64_as_torchs(shape, kind, dtype):
     steps=st.integers(0, 7),
     polynomial=st.sampled_from([JORDAN, "polar_express"]),
 )
-def test_orthogonalized_of_any_shape_and_size(rows, columns, exponent, dtype, steps, polynomial):
+def test_orthogonalized_is_right_for_any_shape_and_size(
+    rows, columns, exponent, dtype, steps, polynomial
+):
     matrix = matrix_of("full", (rows, columns), seed=rows)
     matrix = matrix / matrix.abs().max() * 10.0**exponent if matrix.numel() else matrix
     polynomials = polynomials_of(polynomial, steps)
@@ -396,7 +398,7 @@ def test_initialize_upgrades_torchs_in_place(level):
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_grad_scaler_a_meter_a_schedule_and_averages():
+def test_a_grad_scaler_a_meter_a_schedule_and_averages_work_together():
     params, optimizer = both_kinds(ema_decay=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

@@ -224,7 +224,7 @@ def test_torchs_choices_of_implementation_are_accepted(kind, flag):
     pair.check()
 
 
-def test_adam_with_decoupled_weight_decay():
+def test_adam_decouples_weight_decay_on_request():
     pair = Pair("adam-decay", decoupled_weight_decay=True)
     pair.steps()
     pair.check()
@@ -371,7 +371,7 @@ def test_schedulers_drive_an_upgraded_optimizer(kind, built):
 
 
 @kinds
-def test_channels_last_parameters(kind):
+def test_channels_last_parameters_step_as_contiguous_ones(kind):
     params = parameters([(4, 3, 2, 2), (5, 1, 3, 3)])
     pair = Pair(kind, [nn.Parameter(p.to(memory_format=torch.channels_last)) for p in params])
     pair.torch = make_torch(kind, copy.deepcopy(params))
@@ -386,7 +386,7 @@ def test_channels_last_parameters(kind):
 
 
 @kinds
-def test_gradients_of_other_strides(kind):
+def test_gradients_of_other_strides_step_as_in_torch(kind):
     pair = Pair(kind, parameters([(6, 4), (6, 4), (8,)]))
     for _ in range(3):
         grads = [torch.randn(4, 6).t(), torch.randn(1).expand(6, 4), torch.randn(24)[::3]]
@@ -400,7 +400,7 @@ def test_gradients_of_other_strides(kind):
 
 
 @kinds
-def test_parameters_that_are_views(kind):
+def test_parameters_may_be_views(kind):
     """Flattened storage: parameters side by side in one tensor, off alignment."""
     flat = torch.randn(101)
     edges = flat[[0, *range(39, 101)]].clone()
@@ -419,7 +419,7 @@ def test_a_step_between_forward_and_backward_is_noticed():
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 17, 2049])
-def test_lamb_without_eps(size):
+def test_lamb_without_eps_divides_no_zero_by_zero(size):
     """Neither padding after the last element nor an element without gradient divides 0 by 0."""
     torch.manual_seed(size)
     start, grad = torch.randn(size), torch.randn(size)

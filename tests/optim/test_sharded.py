@@ -152,7 +152,7 @@ def test_shards_train_as_the_whole_with_every_optimizer():
 
 
 @on_any_number
-def test_groups_and_frozen_parameters():
+def test_groups_and_frozen_parameters_step_as_whole_ones():
     """Several groups, of which one has no trained parameter, and a row without any gradient."""
     both = params_in((f32, bf16), "rows")
     optimizers = []
@@ -186,7 +186,7 @@ def test_spikes_are_found_on_any_number_of_ranks():
 
 
 @on_any_number
-def test_gradients_of_other_kinds():
+def test_gradients_of_other_kinds_are_redistributed_or_refused():
     """A gradient with other placements, and one that is not a DTensor."""
     mesh = mesh_of("rows")
     whole = nn.Parameter(fractions((12, 4), 0))

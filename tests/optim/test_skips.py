@@ -295,7 +295,7 @@ def test_a_group_that_is_added_and_moved_parameters_keep_the_history():
 # --- what people see -----------------------------------------------------------------------------
 
 
-def test_a_line_for_each_power_of_two(caplog):
+def test_a_line_is_logged_for_each_power_of_two(caplog):
     """Steps that were skipped before the checkpoint count, but were logged then."""
     (param,) = parameters([(70, 60)])
     optimizer = warm(optim.AdamW([("head", param)], skip_spikes=6.0))
@@ -316,7 +316,7 @@ def test_a_line_for_each_power_of_two(caplog):
 @pytest.mark.parametrize(
     ("scale", "words"), [(math.nan, "the last was in head"), (50.0, "is far above the mean, 6")]
 )
-def test_too_many_in_a_row(scale, words, limit, at):
+def test_too_many_skips_in_a_row_raise(scale, words, limit, at):
     (param,) = parameters([(70, 60)])
     optimizer = warm(optim.AdamW([("head", param)], skip_spikes=6.0, max_skipped_steps=limit))
     for i in range(4):

@@ -144,7 +144,7 @@ def test_gradients_unscaled_before_stay(device):
 
 
 @pytest.mark.parametrize("dtype", [f32, f16])
-def test_a_gradient_of_another_layout(dtype, device):
+def test_a_gradient_of_another_layout_is_unscaled(dtype, device):
     weight = torch.randn(5, 7).to(device, dtype).requires_grad_()
     true = torch.randn(7, 5).to(device, dtype).t()
     weight.grad = true * SCALE

@@ -197,7 +197,7 @@ def test_every_route_takes_the_same_step(load, here, capsys, line):
     assert rows["ampfuse"].bytes_per_param == case.step_bytes
 
 
-def test_step_script(main, here, tmp_path, capsys):
+def test_the_step_script_measures(main, here, tmp_path, capsys):
     path = tmp_path / "step.csv"
     options = ["--quick", "--repeats", 2, "--threads", 1, "--csv", path]
     main("step", "--only", "sgd-64M-bf16", *options)
@@ -215,13 +215,13 @@ def test_step_script(main, here, tmp_path, capsys):
         main("step", "--only", "nothing", *options)
 
 
-def test_layers_script(main, here, tmp_path):
+def test_the_layers_script_measures(main, here, tmp_path):
     path = tmp_path / "layers.csv"
     main("layers", "--quick", "--threads", 1, "--only", "rows-384", "--csv", path)
     assert [row["variant"] for row in records(path)] == ["torch", "fused", "copy"]
 
 
-def test_steps_of_the_host(main, here, tmp_path):
+def test_steps_of_the_host_are_measured(main, here, tmp_path):
     path = tmp_path / "host.csv"
     main("step", "--host", "--quick", "--repeats", 2, "--only", "fp16", "--csv", path)
     measured = {(row["case"], row["variant"]) for row in records(path)}
@@ -233,7 +233,7 @@ def test_steps_of_the_host(main, here, tmp_path):
 
 @pytest.mark.slow
 @NEEDS_BF16  # or torch's variants take minutes
-def test_levels_of_the_host_and_parts_of_a_network(main, here, traced, tmp_path):
+def test_levels_of_the_host_and_parts_of_a_network_are_measured(main, here, traced, tmp_path):
     path = tmp_path / "nets.csv"
     main("nets", "--host", "--quick", "--csv", path)
     assert {row["case"] for row in records(path)} == {"mlp-step", "transformer-step"}
