@@ -113,7 +113,7 @@ _SETTINGS = {
 
 
 def _optimizers():
-    """The optimizer and its options by name."""
+    """Return the optimizer and its options by name."""
     kinds = {kind.lower(): kind for kind in reference.RULES}
     return {
         name: (kinds[name.partition("-")[0]], {"lr": 1e-2, **settings})
@@ -159,13 +159,13 @@ def short(dtype):
 
 
 def make(name, params, **more):
-    """ampfuse's optimizer of the table's row `name`."""
+    """Make ampfuse's optimizer of the table's row `name`."""
     kind, options = OPTIMIZERS[name]
     return getattr(optim, kind)(params, **{**options, **more})
 
 
 def make_torch(name, params, **more):
-    """torch's optimizer of the same name, or the rule in FP32 where torch has none."""
+    """Make torch's optimizer of the same name, or the rule in FP32 where torch has none."""
     kind, options = OPTIMIZERS[name]
     cls = getattr(torch.optim, kind, None)
     options = {**options, **more}
@@ -215,7 +215,7 @@ _modules = {}
 
 
 def emulated_module():
-    """The extension in which CPU tensors go to the CUDA kernels, run on the host (host_cuda/)."""
+    """Load the extension in which CPU tensors go to the CUDA kernels, on the host (host_cuda/)."""
     if not _EMULATED.exists():
         pytest.skip("the emulated CUDA module is built with AMPFUSE_HOST_EMULATION=ON only")
     if "emulated" not in _modules:
@@ -227,7 +227,7 @@ def emulated_module():
 
 
 def nn_ops():
-    """The fused layers' operators, of the module in force."""
+    """Return the fused layers' operators, of the module in force."""
     in_emulation = _core.C is _modules.get("emulated")
     return torch.ops.ampfuse_emulated if in_emulation else torch.ops.ampfuse
 
@@ -357,7 +357,7 @@ def losses_at(level, model, make_optimizer, batches, loss_of, **options):
 
 
 def with_whole_masters(optimizer):
-    """The state dict, with ``master_param`` in place of the remainders of split masters."""
+    """Return the state dict, with ``master_param`` for the remainders of split masters."""
     state = optimizer.state_dict()
     params = params_of(optimizer)
     for i, values in state["state"].items():
@@ -392,13 +392,13 @@ def most_allocated(call):
 
 
 def bit_pattern(tensor):
-    """The tensor's bits as integers, so that -0 differs from 0 and NaN equals itself."""
+    """Return the tensor's bits as integers, so that -0 differs from 0 and NaN equals itself."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.uint8}
     return tensor.detach().cpu().contiguous().clone().view(integer[tensor.element_size()])
 
 
 def digest(found):
-    """SHA-256 of a nested structure of tensors and values."""
+    """Return the SHA-256 of a nested structure of tensors and values."""
     hashed = hashlib.sha256()
     for key, value in _flat(found, ""):
         if isinstance(value, torch.Tensor):
@@ -426,7 +426,7 @@ def same_bits(a, b):
 
 
 def everything(optimizer):
-    """Every tensor that a step of `optimizer` may write, by name."""
+    """Return every tensor that a step of `optimizer` may write, by name."""
     tensors = {}
     i = 0
     for group in optimizer.param_groups:
@@ -450,7 +450,7 @@ def assert_same_bits(found, expected):
 
 
 def assert_same(a, b):
-    """Equal bits in two nested structures of tensors and values, on whatever device."""
+    """Assert equal values in two nested structures of tensors, on whatever device."""
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype
         assert torch.equal(a, b.to(a.device))

@@ -70,9 +70,9 @@ def choose_combinations(items):
 
 
 def superfluous(items, n):
-    """The items that can be left out while every combination of values of `n` parameters still
-    occurs. Greedy: the item with the most combinations that have not occurred yet is kept, until
-    all have. Values are equal if their reprs are: two of {} are, and two functions are not."""
+    """Return the items that can be left out while every combination of values of `n` parameters
+    still occurs. Greedy: the item with the most combinations that have not occurred yet is kept,
+    until all have. Values are told apart by repr: two of {} are one, two functions are not."""
     values = [[(name, repr(v)) for name, v in item.callspec.params.items()] for item in items]
     meetings = [set(combinations(row, min(n, len(row)))) for row in values]
     items, uncovered = list(items), set().union(*meetings)
@@ -130,19 +130,19 @@ def no_casts_stay():
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tests run side by side (pytest -n), on tensors too small to share out."""
+    """Use one thread: tests run side by side (pytest -n), on tensors too small to share out."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Everything in this test runs the CUDA kernels, on the host."""
+    """Run the CUDA kernels, on the host, in everything of this test."""
     monkeypatch.setattr(_core, "C", emulated_module())
 
 
 @pytest.fixture
 def one_process():
-    """A torch.distributed group of this process alone."""
+    """Make a torch.distributed group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -150,7 +150,7 @@ def one_process():
 
 @pytest.fixture(params=["cpu", "emulated", GPU])
 def device(request):
-    """The test runs on the CPU kernels, on the CUDA kernels in emulation and, with a GPU, there."""
+    """Run the test on the CPU kernels, on the CUDA kernels in emulation and, with a GPU, there."""
     if request.param == "emulated":
         request.getfixturevalue("emulated")
         return torch.device("cpu")
@@ -159,7 +159,7 @@ def device(request):
 
 @pytest.fixture(scope="module")
 def errors_by_rank(request, tmp_path_factory):
-    """The errors of the chosen tests `on_ranks` of so many, by the tests' names."""
+    """Return the errors of the chosen tests `on_ranks` of so many, by the tests' names."""
     size = request.param
     names = [
         item.originalname

@@ -40,7 +40,7 @@ _THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``python ARGUMENTS``, in this environment with the changes given, until it ends.
+    """Run ``python ARGUMENTS``, in this environment with the changes given, until it ends.
 
     `arguments` may start with ``-W error``; then come ``-c CODE``, ``-m MODULE`` or a file, and the
     program's own.
@@ -92,7 +92,7 @@ def in_processes(
 
 
 def in_two_processes(folder: Path, *jobs: Callable[[], Any]) -> list[dict[str, Any]]:
-    """What functions of one test file return in two processes of a group, by rank and name."""
+    """Return what functions of one test file give in two processes of a group, by rank and name."""
     file = jobs[0].__globals__["__file__"]
     outcomes = in_processes(2, folder, file, [job.__name__ for job in jobs])
     for rank, (_, errors) in enumerate(outcomes):
@@ -130,7 +130,7 @@ def _one_of_several(folder: str, file: str, *names: str) -> None:
 
 
 def free_port() -> int:
-    """A port below those that the system gives to connections, so that it is free until used."""
+    """Return a port below those that the system gives to connections: it is free until used."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with contextlib.suppress(OSError), socket.socket() as s:

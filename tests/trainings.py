@@ -104,7 +104,7 @@ def resume(training, level, saved, times, order=ORDERS[0]):
 
 
 def losses_beside_plain_torch(make, level, clips=(None, None)):
-    """A training at `level`, its losses, and those of the same training in plain torch.
+    """Return a training at `level`, its losses, and those of the same training in plain torch.
 
     `clips` are those of both, see `Training.clip`.
     """
@@ -117,7 +117,7 @@ def losses_beside_plain_torch(make, level, clips=(None, None)):
 
 
 def assert_follows(losses, expected, level):
-    """The losses are near those in plain torch, and fall."""
+    """Assert that the losses are near those in plain torch, and fall."""
     assert losses == pytest.approx(expected, rel=0, abs=PRECISION[level])
     assert losses[-1] < 0.6 * losses[0]
 
@@ -160,12 +160,12 @@ class Scalar(nn.Module):
 
 
 def sgd(model):
-    """The step is the gradient."""
+    """Return an optimizer whose step is the gradient."""
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
 def initialized(level="O2", model=None, kind=torch.optim.SGD, **options):
-    """A model, a Scalar unless given, and its optimizer, initialized."""
+    """Initialize a model, a Scalar unless given, and its optimizer; return both."""
     model = Scalar() if model is None else model
     optimizer = kind(model.parameters(), lr=1.0)
     return amp.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **options})
@@ -181,7 +181,7 @@ def give_gradient(model, optimizers, gradient=0.5, **options):
 
 
 def weight(optimizer):
-    """The weight that the optimizer steps: the master where there is one."""
+    """Return the weight that the optimizer steps: the master where there is one."""
     return next(amp.master_params(optimizer)).item()
 
 
@@ -207,7 +207,7 @@ def unskipped(optimizer):
 
 
 def started_by_apex(make, level, **options):
-    """A model and its optimizer, under amp at `level`, or without it and of that type."""
+    """Return a model and its optimizer, under amp at `level`, or without it and of that type."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     if not isinstance(level, str):
@@ -217,7 +217,7 @@ def started_by_apex(make, level, **options):
 
 
 def train_by_apex(model, optimizer, steps, overflow=None):
-    """The losses; that of the step `overflow` is infinite."""
+    """Train; return the losses. That of the step `overflow` is infinite."""
     x, losses = torch.rand(16, 4, generator=torch.Generator().manual_seed(1)), []
     under_amp = hasattr(optimizer, "_amp_session")
     for step in range(steps):
@@ -254,7 +254,7 @@ class KeptInFloat32(torch.optim.Optimizer):
 
 
 class Delegates(torch.optim.Optimizer):
-    """Everything by property."""
+    """A wrapper that passes everything on to the optimizer inside."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -293,7 +293,7 @@ class NormsAndConvolutions(nn.Module):
 
 
 def step_and_evaluation(model, inputs, make_output=lambda model, inputs: model(*inputs)):
-    """Outputs, gradients and running statistics of a training step, then the outputs in eval."""
+    """Return outputs, gradients and running statistics of a training step, then eval's outputs."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     model.zero_grad()
     out = make_output(model.train(), inputs)
@@ -307,8 +307,8 @@ def step_and_evaluation(model, inputs, make_output=lambda model, inputs: model(*
 
 
 def assert_near(found, expected, tolerance):
-    """The error of each tensor is below `tolerance`, as a part of its norm, or of a thousandth of
-    the largest: the gradient of a bias before a batch norm is nothing but rounding."""
+    """Assert that the error of each tensor is below `tolerance`, as a part of its norm, or of a
+    thousandth of the largest: a bias before a batch norm has a gradient of rounding errors."""
     largest = max(b.double().norm() for b in expected if b is not None)
     for a, b in zip(found, expected, strict=True):
         assert (a is None) == (b is None)
