@@ -212,7 +212,7 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str) -> None
 def on_ranks(*sizes):
     """The test's body runs in each process of torch.distributed groups of these sizes, all but two
     in slow runs alone; "cuda" is one process on a GPU. Processes take seconds to start, so that
-    the chosen tests of a file run in the same ones, and each reports its own errors.
+    the chosen tests of a file run in the same ones. After an error the others of a rank do not run.
     """
 
     def decorate(body):

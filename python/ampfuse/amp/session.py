@@ -24,8 +24,8 @@ class Session:
     """`policy` is None when amp is off: then every amp call passes its arguments through.
 
     `everywhere`: O1 and O4 cast outside the models too; `casts_cpu`: CPU tensors are the model's.
-    After each pass ``scale_loss`` calls `after_pass` with this session and its own arguments:
-    loss_id, optimizers, delay_unscale, delay_overflow_check.
+    ``scale_loss`` ends with ``after_pass(self, loss_id, optimizers, delay_unscale,
+    delay_overflow_check)``, the last four of which are its own arguments.
     """
 
     policy: Policy | None
