@@ -105,7 +105,7 @@ def assert_right(case):
         unit = (2.0**-8 if ours.dtype == HALF else 1e-6) * exact.abs()
         largest = 4 * torchs_error.max() + unit.max() / 2
         assert (error <= unit + largest + 2e-6).all(), name
-        if exact.numel() > 4000:  # of fewer the mean says little
+        if exact.count_nonzero() > 4000:  # fewer say little; causal attention leaves many at 0
             assert error.mean() <= 1.25 * torchs_error.mean() + 0.02 * unit.mean() + 2e-6, name
 
 
