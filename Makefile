@@ -69,6 +69,8 @@ demo: $(STAMPS)/demo
 	$(PY) -m ampfuse demo $(DEMO_ARGS)
 	@echo "Next: README.md shows the three lines that change in a training script; make test runs the tests."
 
+# Tests start a hundred processes; without stored bytecode each compiles torch's Python again.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMPS)/test
 	$(PY) -m pytest $(TEST_ARGS)
 

@@ -79,9 +79,13 @@ def main(load, monkeypatch):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """torch.compile only traces."""
+    """torch.compile only traces, in packages too."""
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda call, mode=None: compiled(call, backend="eager"))
+
+    def trace(call, mode=None, **options):
+        return compiled(call, backend="eager", **options)
+
+    monkeypatch.setattr(torch, "compile", trace)
     yield
     torch.compiler.reset()
 
@@ -180,7 +184,7 @@ def test_a_csv_without_the_newer_columns_is_read(load, tmp_path):
         "AdamW 2000x500 clip bf16",
     ],
 )
-def test_every_route_takes_the_same_step(load, here, capsys, line):
+def test_every_route_takes_the_same_step(load, here, traced, capsys, line):
     optimizer, tensors, does, precision = line.split()
     wanted = {"ampfuse", "torch fused", "torch foreach"}
     if tensors == "resnet50":
