@@ -194,7 +194,7 @@ def test_language_models_of_transformers_are_planned_without_logits():
 
 def test_eight_billion_parameters_are_planned_on_any_machine():
     def build():
-        return Text(4096, 128_256, 54)
+        return Text(8192, 128_256, 13)
 
     tokens = torch.empty(1, 4096, dtype=torch.int64, device="meta")
     plan = ampfuse.plan(build, tokens, budget="80GB", device="cpu")
