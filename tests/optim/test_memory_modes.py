@@ -453,7 +453,7 @@ def test_averages_are_those_of_float64(name, mode, device):
 
 
 @pytest.mark.parametrize("mode", [True, "split", False])
-def test_averages_are_swapped_in_and_out(mode):
+def test_averages_are_swapped_in_and_out(mode, monkeypatch):
     params = parameters(bf16, f16, f32)
     optimizer = optim.AdamW(params, lr=1e-1, master_weights=mode, ema_decay=0.9)
     train(optimizer, range(4))
@@ -475,6 +475,11 @@ def test_averages_are_swapped_in_and_out(mode):
     assert_same(state_of(optimizer), before)
     with pytest.raises(KeyError), optimizer.swap_ema():
         raise KeyError
+    assert_same(state_of(optimizer), before)
+    served = [averages[0]]
+    with monkeypatch.context() as patch, pytest.raises(IndexError):
+        patch.setattr("ampfuse.optim.state.local", lambda _: served.pop())
+        optimizer.swap_ema().__enter__()
     assert_same(state_of(optimizer), before)
     for each in (optimizer, twin):
         train(each, range(4, 6))

@@ -313,14 +313,14 @@ class States(Component):
         optimizer, table = self.optimizer, self._table
         table.masters.refresh()  # afterwards every edit counts as known
         weights = []
-        for row, param in enumerate(optimizer._rows.params):
-            if (average := optimizer.state.get(param, {}).get("ema")) is not None:
-                model = table.model(row)
-                weight = table.param(row) if model is None else model
-                weights.append((weight, weight.detach().clone()))
-                weight.copy_(local(average))
         optimizer._swapped = True
         try:
+            for row, param in enumerate(optimizer._rows.params):
+                if (average := optimizer.state.get(param, {}).get("ema")) is not None:
+                    model = table.model(row)
+                    weight = table.param(row) if model is None else model
+                    weights.append((weight, weight.detach().clone()))
+                    weight.copy_(local(average))
             yield
         finally:
             optimizer._swapped = False
