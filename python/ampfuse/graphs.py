@@ -65,13 +65,14 @@ class GraphedCall:
     def capture(self, *tensors: Tensor) -> None:
         """Capture now, over copies of `tensors`; computes nothing."""
         self._tensors = [tensor.detach().clone() for tensor in tensors]
-        self._graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         with (
             _without_collections(),
             # Other threads, such as a DataLoader's that pins memory, may go on calling CUDA.
-            torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
         ):
             self._results = self._call(*self._tensors)
+        self._graph = graph
 
     def _eagerly(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Call on the stream of the capture: autograd remembers which stream it ran on."""
