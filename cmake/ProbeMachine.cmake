@@ -5,7 +5,7 @@
 #
 # defines: AMPFUSE_TORCHES        2_14;2_15: releases to bind
 #          torch::2_15 ...        what such a binding compiles and links against
-#          version_of_2_15 ...    "2.15.0+cu130"; AMPFUSE_TORCH_VERSIONS: all of them
+#          AMPFUSE_TORCH_VERSIONS, as "2.15.0+cu130"
 #          AMPFUSE_TORCH_CUDA     "13.0", or empty for a CPU build, or where only headers are
 #          AMPFUSE_TORCH_OLDEST, AMPFUSE_TORCH_NEWEST  "2.11", "2.15": the releases tested
 #          AMPFUSE_NVCC           path, or empty
@@ -60,7 +60,6 @@ foreach(index RANGE ${last_torch})
   set(torch ${CMAKE_MATCH_1}_${CMAKE_MATCH_2})
   list(APPEND AMPFUSE_TORCHES ${torch})
   list(APPEND AMPFUSE_TORCH_VERSIONS ${version})
-  set(version_of_${torch} ${version})
   add_library(torch::${torch} INTERFACE IMPORTED)
   target_include_directories(torch::${torch} SYSTEM INTERFACE
     "${include}" "${include}/torch/csrc/api/include")

@@ -2,6 +2,7 @@
 // Python module and the tests run over them.
 #pragma once
 
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -52,6 +53,13 @@ template <class T>
 struct Type {
   using type = T;
 };
+
+// What make(Type) gives for each of a list: if these are addresses of kernels, the compiler emits
+// those.
+template <class... Ops, class Make>
+constexpr auto each_of(OpList<Ops...>, const Make& make) {
+  return std::make_tuple(make(Type<Ops>())...);
+}
 
 // `run` may be a host function.
 #if defined(__CUDACC__)

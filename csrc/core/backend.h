@@ -48,6 +48,15 @@ HD void keep_scale(const InspectArgs& args) {
   if (args.kept_scale != nullptr) *args.kept_scale = *args.scale;
 }
 
+// Hands out what an inspection found, but norms of rows. `bad_row`: see record_inspection().
+HD void report_inspection(const InspectArgs& args, double sum_squares, int32_t bad_row,
+                          uint32_t bad_bits) {
+  if (args.state) record_inspection(*args.state, sum_squares, bad_row, bad_bits, args.same_pass);
+  keep_scale(args);
+  if (args.found_inf && bad_row >= 0) *args.found_inf = 1;
+  if (args.norm) *args.norm = norm_of(sum_squares);
+}
+
 struct MapArgs {
   float a = 1, b = 1;
   // Set to 1, never cleared, by a non-finite value in a checked list; may be null.

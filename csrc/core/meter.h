@@ -37,6 +37,7 @@ struct Meter {
   float* norms = nullptr;  // [2][rows]: of the update times kUpdateFactor, and of the new weights
   uint8_t* changed = nullptr;  // [chunk_count][kChunk / 8] a bit for each changed weight; or null
 
+  HD uint32_t* counts_of(int64_t row) const { return counts + row * kMeterCounts; }
   HD uint8_t* changed_of(int64_t chunk) const {
     return changed ? changed + chunk * (kChunk / 8) : nullptr;
   }

@@ -9,6 +9,10 @@ namespace ampfuse {
 // A bit for each element of F. A changed element is also moved, and a zero one is also tiny.
 struct Marks {
   uint32_t changed, moved, zero, tiny;
+
+  HD Marks within(uint32_t mask) const {
+    return {changed & mask, moved & mask, zero & mask, tiny & mask};
+  }
 };
 
 // Runs the op and measures the update and the new weight; marks() is for the same elements.

@@ -8,18 +8,6 @@
 
 namespace ampfuse {
 
-using NnOps =
-    decltype(OpList<>() + activation_ops() + batch_norm_ops() + cross_entropy_ops() + norm_ops());
-
-template <class Op>
-NnOp nn_op() {
-  return {Choice<NnOps>::of<Op>().index()};
-}
-
-// run(Type) of the op.
-template <class Run>
-void visit(NnOp op, const Run& run) {
-  visit(Choice<NnOps>(op.index), run);
-}
+struct NnOps : decltype(activation_ops() + batch_norm_ops() + cross_entropy_ops() + norm_ops()){};
 
 }  // namespace ampfuse

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "core/dtype.h"
 #include "core/hd.h"
@@ -47,11 +48,12 @@ HD int rescaling_exponent(uint32_t largest) {
   return exponent > 100 ? 100 : exponent < -100 ? -100 : exponent;
 }
 
+// 2^exponent, a normal number.
 HD double power_of_two(int exponent) {
-  double result = 1;
-  const double factor = exponent < 0 ? 0.5 : 2.0;
-  for (int i = exponent < 0 ? -exponent : exponent; i > 0; --i) result *= factor;
-  return result;
+  const uint64_t bits = uint64_t(exponent + 1023) << 52;
+  double power;
+  std::memcpy(&power, &bits, sizeof power);
+  return power;
 }
 
 // The sum of one pack's lanes.
@@ -75,15 +77,21 @@ HD Partial make_partial(double sum, int exponent, uint32_t largest) {
   return partial;
 }
 
-// Halving over the first `count` of `kWidth` values, in place; value[0] ends as the sum. Values
-// past `count` count as zero. On CUDA a block or a warp does the same with one thread a value
+// Halving over the first `count` of `kWidth` values: merge(i, j) merges value j into value i, and
+// all end in the first. On CUDA a block or a warp does the same with one thread a value
 // (block_reduce.cuh).
-template <int kWidth>
-HD double sum_by_halving(double* value, int count) {
+template <int kWidth, class Merge>
+HD void merge_by_halving(int count, const Merge& merge) {
   for (int offset = kWidth / 2; offset > 0; offset /= 2) {
-    for (int i = 0; i < offset && i + offset < count; ++i) value[i] += value[i + offset];
+    for (int i = 0; i < offset && i + offset < count; ++i) merge(i, i + offset);
     count = count < offset ? count : offset;
   }
+}
+
+// The sum of values, which it overwrites.
+template <int kWidth>
+HD double sum_by_halving(double* value, int count) {
+  merge_by_halving<kWidth>(count, [&](int i, int other) HD_LAMBDA { value[i] += value[other]; });
   return count > 0 ? value[0] : 0.0;
 }
 

@@ -65,6 +65,19 @@ struct TableView {
   HD bool is_stepped(int64_t row) const { return has_gradient(row) && is_in_pass(row); }
 };
 
+// What may have changed in a table's columns.
+struct Changes {
+  unsigned lists = 0;
+  bool scaled = false, hyper = false;
+
+  bool any() const { return lists != 0 || scaled || hyper; }
+  void operator|=(const Changes& more) {
+    lists |= more.lists;
+    scaled |= more.scaled;
+    hyper |= more.hyper;
+  }
+};
+
 // What a backend keeps with a table between calls: device copies of the columns, scratch memory.
 struct TableCache {
   virtual ~TableCache() = default;
@@ -98,13 +111,13 @@ class Table {
     if (data_[i] == data && dtype_[i] == dtype) return;
     data_[i] = data;
     dtype_[i] = dtype;
-    changed_lists |= bit(list);
+    changed.lists |= bit(list);
   }
 
   void set_scaled(int64_t row, bool scaled) {
     if (scaled_[row] == uint8_t(scaled)) return;
     scaled_[row] = scaled;
-    changed_scaled = true;
+    changed.scaled = true;
   }
 
   // Sets the hyper-parameters of rows [begin, end), which share an entry.
@@ -123,7 +136,7 @@ class Table {
     hyper_[entry] = hyper;
     hyper_uses_[entry] = int32_t(end - begin);
     for (int64_t row = begin; row < end; ++row) hyper_of_[row] = entry;
-    changed_hyper = true;
+    changed.hyper = true;
   }
 
   // Host columns; coefs and partials are the backend's.
@@ -145,11 +158,8 @@ class Table {
     return view;
   }
 
-  // Changes since a backend last copied the columns, which start as zeros; the backend clears
-  // these.
-  unsigned changed_lists = 0;
-  bool changed_scaled = false;
-  bool changed_hyper = false;
+  // Since a backend last copied the columns, which start as zeros; the backend clears it.
+  Changes changed;
 
   // Which of the rows passes step from now on: those of the Algorithm with this index; -1: all.
   int32_t only_algorithm = -1;

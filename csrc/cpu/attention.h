@@ -1,5 +1,5 @@
 // The elementwise parts of attention on the CPU, one kernel for each instruction set.
-// attention_<isa>.cpp defines what is declared here.
+// attention_kernels.cpp defines what is declared here.
 //
 // Scores are q k^T in FP32, without the scale. Results that the next product reads are BF16.
 #pragma once

@@ -86,10 +86,7 @@ class CpuBackend : public Backend {
       if (view.chunks[c].row == bad_row) bad_bits = std::max(bad_bits, view.partials[c].largest);
     }
     const double sum = sum_partials<kLanes>(view.partials, view.chunk_count);
-    if (args.state) record_inspection(*args.state, sum, bad_row, bad_bits, args.same_pass);
-    keep_scale(args);
-    if (args.found_inf && bad_row >= 0) *args.found_inf = 1;
-    if (args.norm) *args.norm = norm_of(sum);
+    report_inspection(args, sum, bad_row, bad_bits);
     if (args.row_norms || args.row_largest)
       write_row_norms(view, 1, args.row_norms, args.row_largest);
     if (args.preparation.state) prepare(table, args.preparation, nullptr);

@@ -44,12 +44,12 @@ template <class F, bool kWhole, class Op, class Types>
 HD void count_vector(const Types& types, int64_t i, int count, F (&x)[kLists], Counts& counts) {
   const uint32_t there = kWhole ? ~0u : (1u << count) - 1;
   const DType param = types(kParam), half = types(kModel) != DType::kNone ? types(kModel) : param;
-  const Marks marks = Op::marks(x, plain(half), param, types(kGrad));
-  counts.changed += uint32_t(__builtin_popcount(marks.changed & there));
-  counts.moved += uint32_t(__builtin_popcount(marks.moved & there));
-  counts.zero += uint32_t(__builtin_popcount(marks.zero & there));
-  counts.tiny += uint32_t(__builtin_popcount(marks.tiny & there));
-  if (counts.bits != nullptr) store_marks<F::kWidth>(marks.changed & there, counts.bits, i, count);
+  const Marks marks = Op::marks(x, plain(half), param, types(kGrad)).within(there);
+  counts.changed += uint32_t(__builtin_popcount(marks.changed));
+  counts.moved += uint32_t(__builtin_popcount(marks.moved));
+  counts.zero += uint32_t(__builtin_popcount(marks.zero));
+  counts.tiny += uint32_t(__builtin_popcount(marks.tiny));
+  if (counts.bits != nullptr) store_marks<F::kWidth>(marks.changed, counts.bits, i, count);
   if (is_sampled(i)) {
     float gradient[F::kWidth];
     store_vector(x[kGrad], gradient, DType::kFloat32, 0);

@@ -1,9 +1,7 @@
 // The kernels of the CPU backend: one for each op and instruction set, in a translation unit of its
-// own. kernels_<isa>.cpp defines what is declared here, for the ops that AMPFUSE_OPS lists, and is
-// compiled once for each header of core/ops.
+// own. kernels.cpp defines what is declared here, for the ops that AMPFUSE_OPS lists, and is
+// compiled once for each header of core/ops and instruction set.
 #pragma once
-
-#include <tuple>
 
 #include "core/backend.h"
 #include "isa.h"
@@ -22,11 +20,5 @@ template <class Isa, class Op>
 struct Kernel {
   static void run(const TableView& view, const Pass& pass, int64_t begin, int64_t end);
 };
-
-// Makes the compiler emit the kernels of a list.
-template <class Isa, class... Ops>
-constexpr auto kernels_of(OpList<Ops...>) {
-  return std::make_tuple(&Kernel<Isa, Ops>::run...);
-}
 
 }  // namespace ampfuse

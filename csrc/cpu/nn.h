@@ -1,9 +1,7 @@
 // The CPU's kernels of fused layers: one for each op and instruction set, in a translation unit of
-// its own. nn_<isa>.cpp defines what is declared here, for the ops that AMPFUSE_OPS lists, and is
-// compiled once for each header of core/nn_ops.
+// its own. nn_kernels.cpp defines what is declared here, for the ops that AMPFUSE_OPS lists, and is
+// compiled once for each header of core/nn_ops and instruction set.
 #pragma once
-
-#include <tuple>
 
 #include "core/nn_ops/nn_op.h"
 #include "isa.h"
@@ -33,21 +31,6 @@ struct NnKernel {
   // affine: the weights of all columns, and from coef_stride() on the biases.
   static void row_pass(NnArgs args, const float* affine, int64_t begin, int64_t end);
 };
-
-// Makes the compiler emit the kernels of a list.
-template <class Isa, class Op>
-constexpr auto nn_kernel_of() {
-  using Kernel = NnKernel<Isa, Op>;
-  if constexpr (Op::kKind == PassKind::kChannelSum) return &Kernel::sum;
-  if constexpr (Op::kKind == PassKind::kChannelMap) return &Kernel::map;
-  if constexpr (Op::kKind == PassKind::kRowSum) return &Kernel::row_sum;
-  if constexpr (Op::kKind == PassKind::kRowMap) return &Kernel::row_map;
-  if constexpr (Op::kKind == PassKind::kRowPass) return &Kernel::row_pass;
-}
-template <class Isa, class... Ops>
-constexpr auto nn_kernels_of(OpList<Ops...>) {
-  return std::make_tuple(nn_kernel_of<Isa, Ops>()...);
-}
 
 void run_nn(NnOp op, const NnArgs& args);
 

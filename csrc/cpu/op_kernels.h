@@ -21,7 +21,7 @@ void Kernel<Isa, Op>::run(const TableView& view, const Pass& pass, int64_t begin
     const int32_t row = view.chunks[c].row;
     const Op op = Op::for_row(view, row, pass.a, pass.b);
     if constexpr (Op::kMeasured != 0) {
-      uint32_t* counts = Op::kMetered ? pass.meter.counts + row * kMeterCounts : nullptr;
+      uint32_t* counts = Op::kMetered ? pass.meter.counts_of(row) : nullptr;
       uint8_t* changed = pass.meter.changed_of(c);
       measure_chunk<Isa>(op, walk, view.partials + c, view.chunk_count, counts, changed);
     } else if (apply_op<Isa>(op, walk)) {

@@ -27,7 +27,7 @@ struct RowLanes {
     for (int k = 0; k < kValues; ++k) store_floats(values[k], value[k] + lane);
   }
 
-  // Halving, as sum_by_halving(). (This is most of the work of a short row: unrolled it stays in
+  // Halving, as merge_by_halving(). (This is most of the work of a short row: unrolled it stays in
   // registers.)
   template <class Isa, int kOffset = kRowWidth / 2>
   HD void merge_lanes() {
@@ -41,7 +41,8 @@ struct RowLanes {
 
   // `count` of kRowGroups have values.
   HD void merge_groups(int count) {
-    merge_row_groups(count, [&](int i, int other) HD_LAMBDA { merge_at<Scalar>(i, other - i); });
+    merge_by_halving<kRowGroups>(
+        count, [&](int i, int other) HD_LAMBDA { merge_at<Scalar>(i, other - i); });
   }
 
  private:

@@ -37,13 +37,12 @@ class Counter {
         atomicAdd(counts_ + kExponents + exponent_bin(x[kGrad].lane[k]), 1u);
       }
     }
-    const Marks marks = Op::marks(x, half, split, slice(kGrad));
-    const unsigned changed = marks.changed & there;
-    if (changed_ != nullptr && number > 0) changed_[i / 8] = uint8_t(changed);
-    changed_count_ += unsigned(__popc(changed));
-    moved_ += unsigned(__popc(marks.moved & there));
-    zero_ += unsigned(__popc(marks.zero & there));
-    tiny_ += unsigned(__popc(marks.tiny & there));
+    const Marks marks = Op::marks(x, half, split, slice(kGrad)).within(there);
+    if (changed_ != nullptr && number > 0) changed_[i / 8] = uint8_t(marks.changed);
+    changed_count_ += unsigned(__popc(marks.changed));
+    moved_ += unsigned(__popc(marks.moved));
+    zero_ += unsigned(__popc(marks.zero));
+    tiny_ += unsigned(__popc(marks.tiny));
   }
 
   // Adds the block's counts of `number` elements to the row's.

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "device_table.cuh"
@@ -198,13 +199,10 @@ class Upload {
   std::vector<Span> spans_;
 };
 
-// What may have changed in a table.
-struct Changes {
-  unsigned lists = ~0u;
-  bool scaled = true, hyper = true, plan = true;  // plan: what never changes once a table exists
-};
+constexpr Changes kAll{~0u, true, true};
 
-void upload(DeviceColumns& columns, const TableView& host, const Changes& changes,
+// `plan`: with what never changes once a table exists.
+void upload(DeviceColumns& columns, const TableView& host, const Changes& changes, bool plan,
             cudaStream_t stream) {
   const TableView& view = columns.view;
   const int64_t rows = host.rows;
@@ -228,7 +226,7 @@ void upload(DeviceColumns& columns, const TableView& host, const Changes& change
     upload.add(view.hyper_of, host.hyper_of, rows);
     upload.add(view.hyper, host.hyper, host.hyper_count);
   }
-  if (changes.plan) {
+  if (plan) {
     upload.add(view.numel, host.numel, rows);
     upload.add(view.origin, host.origin, rows);
     upload.add(view.first_chunk, host.first_chunk, rows + 1);
@@ -242,7 +240,7 @@ DeviceColumns capture_columns(const TableView& host, const Capture& capture,
                               std::shared_ptr<void> scratch) {
   const SideStream side;
   DeviceColumns columns = make_columns(host, allocate_for_graph, side, std::move(scratch));
-  upload(columns, host, {}, side);
+  upload(columns, host, kAll, true, side);
   CUDA_CHECK(cudaStreamSynchronize(side));
 
   give_to_graph(capture, {columns.memory, columns.scratch});
@@ -271,7 +269,7 @@ const DeviceColumns& DeviceTable::acquire(Table& table, cudaStream_t stream) {
   free_orphans();
   const Capture capture = current_capture(stream);
   if (capture.id == 0) {
-    note_changes(table);
+    pending_ |= std::exchange(table.changed, {});
     captured_ = {};
     capture_ = 0;
     CUDA_CHECK(cudaStreamGetId(stream, &stream_));
@@ -279,8 +277,8 @@ const DeviceColumns& DeviceTable::acquire(Table& table, cudaStream_t stream) {
     upload_changes(table, stream);
     return eager_;
   }
-  const bool changed = table.changed_lists != 0 || table.changed_scaled || table.changed_hyper;
-  note_changes(table);
+  const bool changed = table.changed.any();
+  pending_ |= std::exchange(table.changed, {});
   if (capture_ != capture.id || changed) {
     auto scratch = capture_ == capture.id ? captured_.scratch : nullptr;
     capture_ = 0;  // until there are columns
@@ -298,14 +296,6 @@ void DeviceTable::release(cudaStream_t stream) {
   used_ = true;
 }
 
-void DeviceTable::note_changes(Table& table) {
-  pending_lists_ |= table.changed_lists;
-  pending_scaled_ |= table.changed_scaled;
-  pending_hyper_ |= table.changed_hyper;
-  table.changed_lists = 0;
-  table.changed_scaled = table.changed_hyper = false;
-}
-
 void DeviceTable::wait_for_last_use(cudaStream_t stream) {
   if (!used_ || stream_ == last_stream_) return;
   CUDA_CHECK(cudaStreamWaitEvent(stream, last_use_, 0));
@@ -314,20 +304,19 @@ void DeviceTable::wait_for_last_use(cudaStream_t stream) {
 
 void DeviceTable::upload_changes(const Table& table, cudaStream_t stream) {
   const TableView host = table.view();
-  Changes changes;
+  bool all = true;
   if (eager_.memory == nullptr) {
     eager_ = make_columns(host, allocate_device, stream);
   } else if (is_stale_) {
     eager_.image.assign(eager_.image.size(), 0);
     CUDA_CHECK(cudaMemsetAsync(eager_.memory.get(), 0, eager_.image.size(), stream));
   } else {
-    changes = {pending_lists_, pending_scaled_, pending_hyper_, false};
+    all = false;
   }
   is_stale_ = true;  // if the upload fails, the image is ahead of the device's memory
-  upload(eager_, host, changes, stream);
+  upload(eager_, host, all ? kAll : pending_, all, stream);
   is_stale_ = false;
-  pending_lists_ = 0;
-  pending_scaled_ = pending_hyper_ = false;
+  pending_ = {};
 }
 
 // --- TableUse ------------------------------------------------------------------------------------

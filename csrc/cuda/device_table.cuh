@@ -41,14 +41,12 @@ class DeviceTable : public TableCache {
   void release(cudaStream_t stream);
 
  private:
-  void note_changes(Table& table);
   void upload_changes(const Table& table, cudaStream_t stream);
   void wait_for_last_use(cudaStream_t stream);
 
   DeviceColumns eager_;
   bool is_stale_ = false;  // an upload failed: the contents of `eager_` are unknown
-  unsigned pending_lists_ = 0;
-  bool pending_scaled_ = false, pending_hyper_ = false;
+  Changes pending_;
 
   cudaEvent_t last_use_ = nullptr;
   // The ids of the streams that use it now and used it last: a handle may be used again.

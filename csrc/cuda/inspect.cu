@@ -63,14 +63,7 @@ __device__ inline void prepare_by_block(const TableView& view, const Preparation
 __device__ __attribute__((noinline)) void finish_inspection(const TableView& view,
                                                             const InspectArgs& args) {
   const InspectResult found = sweep_partials(view);
-  if (threadIdx.x == 0) {
-    if (args.state != nullptr) {
-      record_inspection(*args.state, found.sum, found.row, found.bits, args.same_pass);
-    }
-    keep_scale(args);
-    if (args.found_inf != nullptr && found.row >= 0) *args.found_inf = 1;
-    if (args.norm != nullptr) *args.norm = norm_of(found.sum);
-  }
+  if (threadIdx.x == 0) report_inspection(args, found.sum, found.row, found.bits);
   if (args.preparation.state != nullptr) prepare_by_block(view, args.preparation);
 }
 

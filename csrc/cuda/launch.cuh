@@ -52,12 +52,13 @@ struct NamedKernel {
       : name(kernel_name), function(kernel), file(where), line(at) {}
 };
 
-// Queues `kernel` on `stream`. A launch fails here at once if it cannot run at all; what goes wrong
-// while it runs shows up in a later call, as always with CUDA (CUDA_LAUNCH_BLOCKING=1 finds the
-// place).
+// Queues `kernel` on `stream`, if there are blocks. A launch fails here at once if it cannot run at
+// all; what goes wrong while it runs shows up in a later call, as always with CUDA
+// (CUDA_LAUNCH_BLOCKING=1 finds the place).
 template <class... Params, class... Args>
 void launch(const NamedKernel<Params...>& kernel, int64_t blocks, int threads, cudaStream_t stream,
             Args&&... args) {
+  if (blocks == 0) return;
   AMPFUSE_CHECK(blocks <= INT32_MAX, kernel.name, " needs ", blocks, " blocks, and a grid holds ",
                 INT32_MAX, "; split the list of tensors");
   cudaLaunchConfig_t config = {};

@@ -125,7 +125,7 @@ __device__ void measure_chunk(const TableView& view, float a, float b, const Met
   Counter counter;
   if constexpr (Op::kMetered) counter.begin(meter.changed_of(blockIdx.x));
   const Sums<Op> sums = add_squares<Op, kMissing>(op, slice, n, rescale, counter);
-  if constexpr (Op::kMetered) counter.end(uint32_t(n), meter.counts + chunk.row * kMeterCounts);
+  if constexpr (Op::kMetered) counter.end(uint32_t(n), meter.counts_of(chunk.row));
   uint32_t largest[kCount];
   bool again = false;
   for (int m = 0; m < kCount; ++m) {

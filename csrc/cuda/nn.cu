@@ -6,7 +6,6 @@
 // tile; the tiles of a span are the threads of one block.
 #include AMPFUSE_OPS_HEADER
 
-#include <tuple>
 #include <type_traits>
 
 #include "last_block.cuh"
@@ -392,7 +391,7 @@ void launch_channels(const NnArgs& args, cudaStream_t stream) {
     const auto columns = [&](int width) { return ceil_div(image.channels, kSumPacks * width); };
     const bool few = spans * columns(kPack) < kFewBlocks;
     const int64_t count = columns(few ? kFine : kPack);
-    const bool last_finishes = spans <= kLastBlockSpans;
+    const bool last_finishes = spans > 0 && spans <= kLastBlockSpans;
     unsigned* const tickets = last_finishes && spans > 1 ? take_tickets(count, stream) : nullptr;
     launch(NamedKernel{Op::kName, few ? sum_kernel<Op, kUsed, kType, kAligned, kFine>
                                       : sum_kernel<Op, kUsed, kType, kAligned, kPack>},
@@ -429,11 +428,7 @@ void NnDeviceKernel<Op>::run(const NnArgs& args, cudaStream_t stream) {
   });
 }
 
-// Makes the compiler emit them.
-template <class... Ops>
-static auto kernels_of(OpList<Ops...>) {
-  return std::make_tuple(&NnDeviceKernel<Ops>::run...);
-}
-[[gnu::used]] static const auto compiled = kernels_of(AMPFUSE_OPS());
+[[gnu::used]] static const auto compiled = each_of(
+    AMPFUSE_OPS(), [](auto op) { return &NnDeviceKernel<typename decltype(op)::type>::run; });
 
 }  // namespace ampfuse

@@ -1,8 +1,6 @@
 // The kernels of one header of core/ops.
 #include AMPFUSE_OPS_HEADER
 
-#include <tuple>
-
 #include "apply.cuh"
 #include "measure.cuh"
 
@@ -17,11 +15,7 @@ void DeviceKernel<Op>::run(const DevicePass& pass) {
   }
 }
 
-// Makes the compiler emit them.
-template <class... Ops>
-static auto kernels_of(OpList<Ops...>) {
-  return std::make_tuple(&DeviceKernel<Ops>::run...);
-}
-[[gnu::used]] static const auto compiled = kernels_of(AMPFUSE_OPS());
+[[gnu::used]] static const auto compiled =
+    each_of(AMPFUSE_OPS(), [](auto op) { return &DeviceKernel<typename decltype(op)::type>::run; });
 
 }  // namespace ampfuse

@@ -125,8 +125,8 @@ __global__ void __launch_bounds__(kBlockThreads, 2) row_sum_kernel(NnArgs args, 
   merge_group<Op>(value, place.thread, of_row[place.group]);
   __syncthreads();
   if (place.thread != 0 || place.group != 0 || !exists) return;
-  merge_row_groups(spans < kRowGroups ? int(spans) : kRowGroups,
-                   [&](int i, int other) { Op::merge(of_row[i], of_row[other]); });
+  merge_by_halving<kRowGroups>(spans < kRowGroups ? int(spans) : kRowGroups,
+                               [&](int i, int other) { Op::merge(of_row[i], of_row[other]); });
   Op::finish(args, place.row, of_row[0]);
 }
 
@@ -254,9 +254,10 @@ __device__ inline void sum_over_row(const RowPlace& place, int64_t columns,
   __syncthreads();
   if (place.thread == 0 && place.group == 0) {
     const int64_t spans = ceil_div(columns, kPassColumns);
-    merge_row_groups(spans < kRowGroups ? int(spans) : kRowGroups, [&](int i, int other) {
-      for (int k = 0; k < kSums; ++k) of_row[i][k] += of_row[other][k];
-    });
+    merge_by_halving<kRowGroups>(spans < kRowGroups ? int(spans) : kRowGroups,
+                                 [&](int i, int other) {
+                                   for (int k = 0; k < kSums; ++k) of_row[i][k] += of_row[other][k];
+                                 });
   }
   __syncthreads();
 #pragma unroll

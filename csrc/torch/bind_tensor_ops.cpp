@@ -15,7 +15,6 @@ void bind_tensor_ops(py::module_& m) {
   m.def("axpby", axpby, py::arg("x"), py::arg("y"), py::arg("out"), py::arg("a"), py::arg("b"),
         py::arg("found_inf") = py::none(), py::arg("check") = -1,
         "out = a * x + b * y. Sets found_inf where x (0), y (1) or either (-1) is not finite.");
-  m.def("copy", copy, py::arg("src"), py::arg("dst"), "dst = src, cast.");
   m.def("unscale", unscale, py::arg("grads"), py::arg("out"), py::arg("inv_scale"),
         py::arg("found_inf") = py::none(),
         "out = grads * inv_scale; out may be grads. Sets found_inf where a result is not finite.");
@@ -48,15 +47,8 @@ tensors without elements. `norm_averages` (likewise) is NovoGrad's second moment
 nothing happens.
 
 "lamb_update" advances LAMB's moments and writes the update u into `updates` (which may be `grads`);
-``"sgd"`` on u with the rate of each tensor is then its second half.)");
-  m.def("layerwise", layerwise, py::arg("grads"), py::arg("params"), py::arg("lr"),
-        py::arg("lr_tensor"), py::arg("weight_decay"), py::arg("trust_coefficient"), py::arg("eps"),
-        py::arg("clip"),
-        R"(grads = ratio * (grads + weight_decay * params), with LARC's ratio of each tensor.
-
-ratio = trust_coefficient * |p| / (|g| + weight_decay * |p| + eps), with `clip` at most lr and
-divided by lr. Where a norm is zero the gradient stays. `lr_tensor` (float32, device) replaces
-`lr`.)");
+``"sgd"`` on u with the rate of each tensor is then its second half. "layerwise" writes the gradient
+that LARC makes of each tensor's norms there.)");
   m.def(
       "update_scale", update_scale, py::arg("scale"), py::arg("growth_tracker"),
       py::arg("hysteresis_tracker"), py::arg("found_infs"), py::arg("growth_factor"),

@@ -85,9 +85,6 @@ Lists of tensors: strided and dense, on one device, float32, float16 or bfloat16
       R"(The instruction set the CPU kernels run on: scalar, avx2, avx512, neon or neon_bf16.
 
 ``AMPFUSE_CPU_ISA`` forces one, in the environment before the first use.)");
-  m.def(
-      "torch_version", [] { return std::string(AMPFUSE_TORCH_VERSION); },
-      "The torch this was built for.");
   m.def("schema", schema,
         "Algorithms, their states and hyper-parameters, and storage types; see _schema.py.");
 #if !defined(AMPFUSE_EMULATE_CUDA)

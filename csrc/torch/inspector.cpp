@@ -18,7 +18,7 @@ Inspector::Inspector(ParamTable& table) : table_(table) {
   state_ = at::empty({int64_t(sizeof initial)}, at::kByte);
   std::memcpy(state_.data_ptr(), &initial, sizeof initial);
   state_ = state_.to(table.device);
-  norms_ = at::zeros({kColumns, 0}, at::TensorOptions().dtype(at::kFloat).device(table.device));
+  norms_ = at::zeros({kKept, 0}, at::TensorOptions().dtype(at::kFloat).device(table.device));
 }
 
 at::Tensor Inspector::state_field(const std::string& name) const {
@@ -54,8 +54,8 @@ bool Inspector::needs_row_norms() const {
 
 float* Inspector::row_norms(Column column) {
   const int64_t rows = table_.row_count();
-  if (norms_.numel() < kColumns * rows) {
-    norms_ = at::zeros({kColumns, rows}, norms_.options());
+  if (norms_.numel() < kKept * rows) {
+    norms_ = at::zeros({kKept, rows}, norms_.options());
     knows_row_norms = false;
   }
   return norms_.data_ptr<float>() + column * norms_.size(1);
@@ -130,7 +130,7 @@ void Inspector::share_row_norms(bool found, bool of_params) {
     state_field("sum_squares").copy_(counted.to(at::kDouble).square_().sum());
   }
   const int64_t begin = found ? kGradNorm : kParamNorm;
-  const int64_t end = of_params ? kColumns : kParamNorm;
+  const int64_t end = of_params ? kKept : kParamNorm;
   const bool by_row = needs_row_norms();
   share(found, by_row ? norms_.slice(0, begin, end) : at::Tensor(),
         found ? std::optional<int64_t>(kGradLargest) : std::nullopt);

@@ -24,7 +24,7 @@ class Inspector {
  public:
   using Gather = std::function<at::Tensor(const at::Tensor&)>;
   // What is kept for each row.
-  enum Column { kGradNorm, kGradLargest, kParamNorm, kColumns };
+  enum Column { kGradNorm, kGradLargest, kParamNorm, kKept };
 
   // Whether the norm is of all gradients that there are, and whether norms of rows are kept.
   bool knows_norm = false, knows_row_norms = false;
@@ -56,7 +56,7 @@ class Inspector {
 
   ParamTable& table_;
   at::Tensor state_;  // a StepState
-  at::Tensor norms_;  // [kColumns, rows]
+  at::Tensor norms_;  // [kKept, rows]
   Gather gather_;
   at::Tensor counted_elsewhere_;
 };

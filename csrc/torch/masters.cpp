@@ -32,8 +32,8 @@ void Masters::map(MapOp op, const std::vector<int64_t>& chosen) {
         row.name,
         " was moved or laid out anew after the optimizer was built; build the optimizer, or call "
         "amp.initialize, after that");
-    table.set(kParam, int64_t(i), row.param.data_ptr(), dtype_of(row.param, row.name));
-    table.set(kModel, int64_t(i), row.model.data_ptr(), dtype_of(row.model, row.name));
+    table.set(kParam, int64_t(i), memory_of(row.param, row.name), dtype_of(row.param, row.name));
+    table.set(kModel, int64_t(i), memory_of(row.model, row.name), dtype_of(row.model, row.name));
   }
   const DeviceScope scope(table_.device);
   scope.backend().map(table, op, {}, scope.stream());

@@ -77,7 +77,8 @@ int64_t ParamTable::add_row(at::Tensor param, std::optional<at::Tensor> model, s
   row.name = std::move(name);
   row.is_split = model && param.scalar_type() == at::kShort;
   row.rounds_at_random = at_random && !model && param.scalar_type() == at::kBFloat16;
-  dtype_of(row.is_split ? *model : param, row.name);
+  if (model) dtype_of(*model, row.name);
+  if (!row.is_split) dtype_of(param, row.name);
   TORCH_CHECK_VALUE(origin >= 0, "a shard begins at element ", origin);
   for (const at::Tensor& tensor : {param, model.value_or(param)})
     check_can_be_walked(tensor, row.name, device);
@@ -174,10 +175,8 @@ void ParamTable::set_states(int64_t index, const std::optional<States>& states,
   for (size_t i = 0; i < kMaxStates; ++i) {
     row.states[i] = i < count ? (*states)[i][0] : at::Tensor();
     row.scales[i] = i < count && stored.block ? (*states)[i][1] : at::Tensor();
-    set(kState0 + int(i), index, row.states[i]);
-    set(kScale0 + int(i), index, row.scales[i]);
   }
-  set(kAverage, index, row.average);
+  set_lists(index);
 }
 
 void ParamTable::set_scratch(const std::vector<std::pair<int64_t, at::Tensor>>& scratch) {
@@ -188,7 +187,7 @@ void ParamTable::set_scratch(const std::vector<std::pair<int64_t, at::Tensor>>& 
     TORCH_CHECK_VALUE(is_laid_out_as(memory, row.param) && memory.device() == device,
                       "the scratch memory of ", row.name, " must be on ", device,
                       " and laid out as the parameter");
-    core().set(list, index, memory.data_ptr(), dtype_of(memory, row.name));
+    core().set(list, index, memory_of(memory, row.name), dtype_of(memory, row.name));
   }
 }
 
@@ -226,17 +225,19 @@ Table& ParamTable::core() {
     origin.push_back(row.shard.origin);
   }
   core_ = std::make_unique<Table>(std::move(numel), std::move(origin));
-  for (int64_t i = 0; i < row_count(); ++i) {
-    const Row& row = rows_[i];
-    set(kParam, i, row.param);
-    set(kModel, i, row.model);
-    for (int state = 0; state < kMaxStates; ++state) {
-      set(kState0 + state, i, row.states[state]);
-      set(kScale0 + state, i, row.scales[state]);
-    }
-    set(kAverage, i, row.average);
-  }
+  for (int64_t i = 0; i < row_count(); ++i) set_lists(i);
   return *core_;
+}
+
+void ParamTable::set_lists(int64_t index) {
+  const Row& row = rows_[index];
+  set(kParam, index, row.param);
+  set(kModel, index, row.model);
+  for (int state = 0; state < kMaxStates; ++state) {
+    set(kState0 + state, index, row.states[state]);
+    set(kScale0 + state, index, row.scales[state]);
+  }
+  set(kAverage, index, row.average);
 }
 
 DType ParamTable::type_in(int list, int64_t index, const at::Tensor& tensor) const {
@@ -252,8 +253,7 @@ DType ParamTable::type_in(int list, int64_t index, const at::Tensor& tensor) con
 void ParamTable::set(int list, int64_t row, const at::Tensor& tensor) {
   static char no_elements;  // null would say that the row has no such list, and so no gradient
   if (tensor.defined()) {
-    void* data = tensor.numel() > 0 ? tensor.data_ptr() : &no_elements;
-    TORCH_CHECK(data, rows_[row].name, " or what belongs to it has lost its memory");
+    void* data = tensor.numel() > 0 ? memory_of(tensor, rows_[row].name) : &no_elements;
     core().set(list, row, data, type_in(list, row, tensor));
   } else {
     core().set(list, row, nullptr, DType::kNone);
@@ -295,8 +295,6 @@ void ParamTable::follow_storage(int64_t index) {
   TORCH_CHECK(fits, row.name,
               " was moved to another device or changed its shape or strides after the optimizer's "
               "first use; do that before building the optimizer");
-  set(kParam, index, row.param);
-  set(kModel, index, row.model);
   for (int state = 0; state < kMaxStates; ++state) {
     const at::Tensor &values = row.states[state], &scales = row.scales[state];
     TORCH_CHECK(fits_param(values), row.name,
@@ -309,10 +307,8 @@ void ParamTable::follow_storage(int64_t index) {
               scales.device() == device && scales.is_contiguous())),
         "a state of ", row.name,
         " was given memory of another type or size; assign to optimizer.state instead");
-    set(kState0 + state, index, row.states[state]);
-    set(kScale0 + state, index, row.scales[state]);
   }
-  set(kAverage, index, row.average);
+  set_lists(index);
   row.is_contiguous = row.param.is_contiguous();
   row.memory = tracked_pointers_of(row);
 }

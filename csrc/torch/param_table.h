@@ -67,6 +67,7 @@ class ParamTable {
  private:
   DType type_in(int list, int64_t row, const at::Tensor& tensor) const;
   void set(int list, int64_t row, const at::Tensor& tensor);
+  void set_lists(int64_t row);  // all but those of gradients
 
   Containers containers_;
   std::vector<Row> rows_;

@@ -105,6 +105,7 @@ struct Row {
   void mark_stepped() {
     // Autograd may have saved these; states have no graph.
     bump_version(param);
+    bump_version(average);
     if (!model.defined()) return;
     bump_version(model);
     model_version = version_of(model);
@@ -120,12 +121,6 @@ struct Row {
   // names the row if no kernel on `device` can read it.
   const at::Tensor& checked(const at::Tensor& grad, at::Device device);
 };
-
-// Where a tensor's storage is, for the price of two cache lines; data_ptr() takes four.
-inline const void* base_of(const at::Tensor& tensor) {
-  if (!tensor.defined()) return nullptr;
-  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get();
-}
 
 // A row's tensors are a dozen cache lines after three pointers in a row. Fetching them some rows
 // ahead of row i, a pointer further each time, halves the time of a scan over thousands of rows.

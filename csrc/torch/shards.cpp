@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <exception>
 
 // After Python's own header.
 #include <structmember.h>
@@ -76,7 +77,7 @@ py::handle gradient_object(Row& row) {
   const at::Tensor& gradient = row.shard.whole.mutable_grad();
   if (!gradient.defined()) return nullptr;
   const py::handle object = python_object_of(gradient);
-  TORCH_CHECK_TYPE(is_dtensor(object), "the gradient of ", row.name,
+  TORCH_CHECK_TYPE(is_dtensor(object) && local_of(object), "the gradient of ", row.name,
                    " is not a DTensor, but the parameter is. Make it one with the placements of "
                    "the parameter, by "
                    "DTensor.from_local or distribute_tensor.");
@@ -97,7 +98,7 @@ py::handle gradient_object(Row& row) {
 }  // namespace
 
 bool is_shard_of(py::handle dtensor, const at::Tensor& local) {
-  return is_dtensor(dtensor) && tensor_of(local_of(dtensor)).is_same(local);
+  return is_dtensor(dtensor) && local_of(dtensor) && tensor_of(local_of(dtensor)).is_same(local);
 }
 
 bool have_their_shards(const std::vector<Row>& rows) {
@@ -158,6 +159,14 @@ LocalGradients::LocalGradients(ParamTable& table) : table_(table) {
 }
 
 LocalGradients::~LocalGradients() noexcept(false) {
+  try {
+    give_back();
+  } catch (...) {
+    if (std::uncaught_exceptions() == 0) throw;  // else the first one is the one to report
+  }
+}
+
+void LocalGradients::give_back() {
   if (!table_.has_shards) return;
   for (Row& row : table_.rows()) {
     if (!row.shard.whole.defined()) continue;

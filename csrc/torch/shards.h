@@ -20,6 +20,8 @@ class LocalGradients {
   ~LocalGradients() noexcept(false);
 
  private:
+  void give_back();
+
   ParamTable& table_;
 };
 

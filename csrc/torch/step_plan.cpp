@@ -174,7 +174,8 @@ Meter StepPlan::meter_of(const std::vector<at::Tensor>& buffers) {
   return meter;
 }
 
-// Returns a function that takes the next decision back, after first stages, which change no more.
+// Returns a function that takes the next decision back. First stages on scratch memory, which come
+// before `between`, change nothing else.
 std::function<void()> StepPlan::undo_of_decision() {
   return [this, state = inspector_.state_bytes().clone(), counts = table_.steps().clone(),
           averages = table_.needs_grad_norms() ? table_.norm_averages().clone() : at::Tensor(),
@@ -188,9 +189,10 @@ std::function<void()> StepPlan::undo_of_decision() {
   };
 }
 
-void StepPlan::run_first_stages(const DeviceScope& scope) {
+void StepPlan::run_first_stages(const DeviceScope& scope, bool with_scratch) {
   const pybind11::gil_scoped_release release;
   for_algorithms(table_, [&](Algorithm algorithm) {
+    if (with_scratch != (info(algorithm).scratch >= 0)) return;
     float* const norms =
         scope.backend().first_stage(table_.core(), algorithm, inspector_.state(), scope.stream());
     if (norms && inspector_.is_shared()) {
@@ -220,7 +222,7 @@ bool StepPlan::update(const StepOptions& options,
   if (between) undo = undo_of_decision();
   decide(options);
   const DeviceScope scope(table_.device);
-  run_first_stages(scope);
+  run_first_stages(scope, true);
   // On a CPU the host sees the skip decision. A device runs `between` in vain if it skips.
   const bool skipped = !table_.device.is_cuda() && inspector_.state()->skip != 0;
   if (between && !skipped) {
@@ -232,6 +234,7 @@ bool StepPlan::update(const StepOptions& options,
     }
   }
   const Meter* const into = meter ? &metered : nullptr;
+  run_first_stages(scope, false);
   update_rows(scope, false, into);
   if (finish) finish();
   update_rows(scope, true, into);

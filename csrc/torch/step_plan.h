@@ -62,8 +62,8 @@ class StepPlan {
   void check_collected() const;
   void inspect_collected(const Preparation& preparation);
   std::function<void()> undo_of_decision();
-  void run_first_stages(const DeviceScope& scope);
   // `with_scratch`: the rows whose algorithm works on scratch memory; else all others.
+  void run_first_stages(const DeviceScope& scope, bool with_scratch);
   void update_rows(const DeviceScope& scope, bool with_scratch, const Meter* meter);
   Meter meter_of(const std::vector<at::Tensor>& buffers);
 

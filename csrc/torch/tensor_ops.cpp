@@ -57,7 +57,7 @@ Table make_table(const std::vector<NamedList>& lists) {
       TORCH_CHECK(!(list.written && tensor.requires_grad() && at::GradMode::is_enabled()),
                   item(list, i),
                   " requires grad and would be written in place; call under torch.no_grad()");
-      table.set(list.list, int64_t(i), tensor.data_ptr(), dtype);
+      table.set(list.list, int64_t(i), memory_of(tensor, list.name, "[", i, "]"), dtype);
     }
   }
   return table;
@@ -85,15 +85,18 @@ void map(const std::vector<NamedList>& lists, MapOp op, MapArgs args,
     scope.backend().map(table, op, args, scope.stream());
   }
   bump_written(lists);
+  if (found_inf) bump_version(*found_inf);
 }
 
-// The lists of a step; `models` and `updates` may be empty.
+// The lists of a step; `models` and `updates` may be empty. Updates are written in place of
+// parameters.
 std::vector<NamedList> lists_of_step(const TensorList& grads, const TensorList& params,
                                      const TensorList& models,
                                      const std::vector<TensorList>& states,
                                      const TensorList& updates) {
   static const char* const names[kMaxStates] = {"states[0]", "states[1]", "states[2]"};
-  std::vector<NamedList> lists = {{"grads", grads, kGrad, false}, {"params", params, kParam, true}};
+  std::vector<NamedList> lists = {{"grads", grads, kGrad, false},
+                                  {"params", params, kParam, updates.empty()}};
   for (size_t i = 0; i < states.size(); ++i)
     lists.push_back({names[i], states[i], kState0 + int(i), true});
   if (!models.empty()) lists.push_back({"models", models, kModel, true});
@@ -144,8 +147,6 @@ void axpby(const TensorList& x, const TensorList& y, const TensorList& out, doub
       {float(a), float(b), nullptr}, found_inf);
 }
 
-void copy(const TensorList& src, const TensorList& dst) { scale(src, dst, 1.0, std::nullopt); }
-
 void unscale(const TensorList& grads, const TensorList& out, const at::Tensor& inv_scale,
              const std::optional<at::Tensor>& found_inf) {
   Table table = make_table({{"grads", grads, kGrad, false}, {"out", out, kGradOut, true}});
@@ -162,6 +163,7 @@ void unscale(const TensorList& grads, const TensorList& out, const at::Tensor& i
     scope.backend().inspect(table, args, scope.stream());
   }
   bump_versions(out);
+  if (found_inf) bump_version(*found_inf);
 }
 
 std::tuple<at::Tensor, at::Tensor> l2norm(const TensorList& tensors, bool per_tensor,
@@ -180,6 +182,7 @@ std::tuple<at::Tensor, at::Tensor> l2norm(const TensorList& tensors, bool per_te
   args.found_inf = float_pointer(found_inf, "found_inf", device);
   args.norm = norm.data_ptr<float>();
   args.row_norms = per_tensor ? norms.data_ptr<float>() : nullptr;
+  if (found_inf) bump_version(*found_inf);
   const DeviceScope scope(device);
   const pybind11::gil_scoped_release release;
   scope.backend().inspect(table, args, scope.stream());
@@ -203,11 +206,12 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
   if (grads.empty()) return;
   const at::Device device = grads[0].device();
   const int64_t rows = table.rows();
-  set_hyper(table, hyper_of(chosen, values), lr_tensor, device);
+  const RowHyper hyper = hyper_of(chosen, values);
+  set_hyper(table, hyper, lr_tensor, device);
   for (int64_t row = 0; row < rows; ++row) table.set_scaled(row, loss_scale.has_value());
   const at::Tensor state = new_step_state(device);
   const at::Tensor norms =
-      at::empty({2, rows}, at::TensorOptions().device(device).dtype(at::kFloat));
+      at::empty({3, rows}, at::TensorOptions().device(device).dtype(at::kFloat));
   auto* const step_state = static_cast<StepState*>(state.data_ptr());
   Preparation preparation;
   preparation.state = step_state;
@@ -218,10 +222,14 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
   decision.found_inf = float_pointer(found_inf, "found_inf", device);
   decision.skip_nonfinite = true;
   InspectArgs args;
-  const bool inspects = about.grad_norms;
-  if (inspects) {
+  const bool layerwise = hyper.flags & kLayerwise, inspects = about.grad_norms || layerwise;
+  if (about.grad_norms) {
     TORCH_CHECK_VALUE(norm_averages, algorithm, " needs norm_averages");
     columns.norm_averages = column(*norm_averages, "norm_averages", rows, device);
+  }
+  float* const param_norms = layerwise ? norms.data_ptr<float>() + 2 * rows : nullptr;
+  columns.param_norms = param_norms;
+  if (inspects) {
     args.scale = decision.loss_scale;
     args.row_norms = norms.data_ptr<float>();
     args.row_largest = args.row_norms + rows;
@@ -229,12 +237,20 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
     columns.grad_largest = args.row_largest;
     args.preparation = preparation;
   }
+  const auto set_updates = [&](bool are_written) {
+    for (size_t row = 0; row < updates.size(); ++row)
+      table.set(kGradOut, int64_t(row), are_written ? updates[row].data_ptr() : nullptr,
+                are_written ? dtype_of(updates[row]) : DType::kNone);
+  };
   {
     const DeviceScope scope(device);
     const pybind11::gil_scoped_release release;
     Backend& backend = scope.backend();
+    if (layerwise) backend.measure_params(table, param_norms, scope.stream());
     if (inspects) {
+      set_updates(false);  // an inspection would write them, and they may be the gradients
       backend.inspect(table, args, scope.stream());
+      set_updates(true);
     } else {
       backend.prepare(table, preparation, scope.stream());
     }
@@ -242,49 +258,8 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
     backend.update(table, chosen, step_state, nullptr, scope.stream());
   }
   bump_written(lists);
-}
-
-void layerwise(const TensorList& grads, const TensorList& params, double lr,
-               const std::optional<at::Tensor>& lr_tensor, double weight_decay,
-               double trust_coefficient, double eps, bool clip) {
-  Table table = make_table({{"grads", grads, kGrad, true}, {"params", params, kParam, false}});
-  if (grads.empty()) return;
-  const at::Device device = grads[0].device();
-  const int64_t rows = table.rows();
-  const auto algorithm = Algorithm::of<LayerwiseOp>();
-  RowHyper hyper;
-  hyper.lr = lr;
-  hyper.weight_decay = weight_decay;
-  hyper.trust_coefficient = trust_coefficient;
-  hyper.trust_eps = eps;
-  hyper.flags = kLayerwise | (clip ? kClippedRatio : 0);
-  hyper.algorithm = algorithm.index();
-  set_hyper(table, hyper, lr_tensor, device);
-  const at::Tensor state = new_step_state(device);
-  const at::Tensor columns =
-      at::zeros({3, rows}, at::TensorOptions().device(device).dtype(at::kFloat));
-  auto* const step = static_cast<StepState*>(state.data_ptr());
-  InspectArgs args;
-  RowColumns& row_columns = args.preparation.columns;
-  row_columns.steps = columns.data_ptr<float>();
-  args.row_norms = row_columns.steps + rows;
-  float* const param_norms = args.row_norms + rows;
-  row_columns.grad_norms = args.row_norms;
-  row_columns.param_norms = param_norms;
-  args.preparation.state = step;
-  {
-    const DeviceScope scope(device);
-    const pybind11::gil_scoped_release release;
-    Backend& backend = scope.backend();
-    backend.measure_params(table, param_norms, scope.stream());
-    backend.inspect(table, args, scope.stream());
-    for (int64_t row = 0; row < rows; ++row) {  // the norms are known: now they may be written
-      const at::Tensor& grad = grads[size_t(row)];
-      table.set(kGradOut, row, grad.data_ptr(), dtype_of(grad, "grads"));
-    }
-    backend.update(table, algorithm, step, nullptr, scope.stream());
-  }
-  bump_versions(grads);
+  bump_version(steps);
+  if (about.grad_norms) bump_version(*norm_averages);
 }
 
 namespace {
@@ -302,15 +277,16 @@ void convert(std::initializer_list<Placed> lists) {
   const at::Tensor& first = lists.begin()->tensor;
   Table table({first.numel()});
   for (const auto& [list, type, tensor] : lists) {
+    TORCH_CHECK_TYPE(
+        tensor.layout() == at::kStrided && tensor.scalar_type() == scalar_type_of(type),
+        "a tensor of a state is ", tensor.scalar_type(), " and ", tensor.layout());
     TORCH_CHECK_VALUE(tensor.device() == first.device(), "tensors of one state are on ",
                       tensor.device(), " and ", first.device());
     TORCH_CHECK_VALUE(list >= kScale0
                           ? tensor.numel() == blocks_of(first.numel()) && tensor.is_contiguous()
                           : is_laid_out_as(tensor, first) && is_dense(tensor),
                       "tensors of one state have shapes ", tensor.sizes(), " and ", first.sizes());
-    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided && tensor.element_size() == element_size(type),
-                     "a tensor of a state is ", tensor.scalar_type());
-    table.set(list, 0, tensor.data_ptr(), type);
+    table.set(list, 0, memory_of(tensor, "a tensor of a state"), type);
   }
   const DeviceScope scope(first.device());
   scope.backend().map(table, MapOp::of<Op>(), {}, scope.stream());
@@ -397,6 +373,7 @@ void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker,
     flags.shared[flags.shareds++] = float_pointer(flag, "a shared flag", scale.device());
   const DeviceScope scope(scale.device());
   scope.backend().update_scale(rule, flags, !dynamic, scope.stream());
+  bump_versions(shared);
   if (dynamic) {
     for (const at::Tensor& tensor : {scale, growth_tracker, hysteresis_tracker})
       bump_version(tensor);

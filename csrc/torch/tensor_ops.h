@@ -17,7 +17,6 @@ void scale(const TensorList& src, const TensorList& dst, double factor,
            const std::optional<at::Tensor>& found_inf);
 void axpby(const TensorList& x, const TensorList& y, const TensorList& out, double a, double b,
            const std::optional<at::Tensor>& found_inf, int64_t check);
-void copy(const TensorList& src, const TensorList& dst);
 void unscale(const TensorList& grads, const TensorList& out, const at::Tensor& inv_scale,
              const std::optional<at::Tensor>& found_inf);
 std::tuple<at::Tensor, at::Tensor> l2norm(const TensorList& tensors, bool per_tensor,
@@ -30,10 +29,6 @@ void step(const std::string& algorithm, const TensorList& grads, const TensorLis
           const std::optional<at::Tensor>& norm_averages,
           const std::optional<at::Tensor>& lr_tensor, const std::map<std::string, double>& values,
           const std::optional<at::Tensor>& loss_scale, const std::optional<at::Tensor>& found_inf);
-
-void layerwise(const TensorList& grads, const TensorList& params, double lr,
-               const std::optional<at::Tensor>& lr_tensor, double weight_decay,
-               double trust_coefficient, double eps, bool clip);
 
 // Conversions between FP32 values and encoded storage; see core/quantized.h. All tensors have the
 // same layout, with one scale for each kScaleBlock elements.

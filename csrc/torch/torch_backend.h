@@ -68,6 +68,24 @@ class DeviceScope {
 // Whether elements fill their storage without gaps or overlap, in any order, as kernels need.
 inline bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
 
+// Where a tensor's storage is, for the price of two cache lines; data_ptr() takes four.
+inline const void* base_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return nullptr;
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->data_ptr().get();
+}
+
+// `data`, a tensor's memory. Throws an error that begins with `what` if its storage was freed.
+template <class... What>
+void* checked_memory(const void* data, const at::Tensor& tensor, const What&... what) {
+  TORCH_CHECK(tensor.numel() == 0 || base_of(tensor), what...,
+              " or what belongs to it has lost its memory");
+  return const_cast<void*>(data);
+}
+template <class... What>
+void* memory_of(const at::Tensor& tensor, const What&... what) {
+  return checked_memory(tensor.data_ptr(), tensor, what...);
+}
+
 // The memory of a caller's tensor, for a kernel on `device` that reads or writes `count` elements.
 // (Rows of a table and the images of a fused layer have checks of their own.)
 template <class T>

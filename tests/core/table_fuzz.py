@@ -255,11 +255,12 @@ class Table(RuleBasedStateMachine):
         if same:
             y = [tensor.clone() for tensor in x]
         attempt(C.scale, x, y, factor, found_inf)
-        attempt(C.copy, x, y)
         attempt(C.axpby, x, y, y, factor, factor, found_inf, check)
         attempt(C.unscale, x, y, found_inf, found_inf)
         attempt(C.l2norm, x, same, found_inf, found_inf)
-        attempt(C.layerwise, x, y, 0.1, found_inf, 0.0, factor, 0.0, same)
+        values = {"lr": 0.1, "layerwise": 1, "trust_coefficient": factor, "clipped_ratio": same}
+        steps = torch.zeros(len(x))
+        attempt(C.step, "layerwise", x, y, [], [], x, steps, None, found_inf, values, None, None)
 
     @rule(
         algorithm=st.sampled_from(ALGORITHMS),

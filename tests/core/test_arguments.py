@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ampfuse import _core
+from cases import nn_ops
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -49,6 +50,7 @@ ONES = torch.ones(4)
         (torch.ones(1, 4), torch.ones(4, 1).half(), None, "master and model weight differ"),
         (ONES.short(), ONES, None, "weight of float16 or bfloat16"),
         (ONES, ONES.half().to("meta"), None, "is on meta.*one optimizer per device"),
+        (ONES, ONES.double(), None, "row is Double"),
         (torch.ones(1).expand(4), None, None, "gaps or overlaps"),
         (ONES.to_sparse(), None, None, "is sparse"),
         (ONES.int(), None, None, "row is Int"),
@@ -203,6 +205,112 @@ def test_states_that_no_algorithm_has_are_refused(state):
     lists = [torch.zeros(4, dtype=torch.uint8), torch.zeros(1)]
     with pytest.raises(IndexError, match=f"state {state} of 3"):
         _core.C.decode_state("adam", state, "8bit", lists, torch.zeros(4))
+
+
+def freed(*shape, dtype=torch.float32):
+    """A view of memory that is gone, as FSDP frees that of its parameters."""
+    view = torch.ones(4, *shape, dtype=dtype)[1]
+    view.untyped_storage().resize_(0)
+    return view
+
+
+def freed_weight(table):
+    weight = torch.ones(5).bfloat16()
+    table.add_row(torch.ones(5), weight, "c")
+    weight.untyped_storage().resize_(0)
+    table.masters.publish()
+
+
+FREED_IN = {
+    "a list": lambda _: _core.C.scale([freed(5)], [torch.ones(5)], 1.0, None),
+    "a norm": lambda _: _core.C.l2norm([freed(5)]),
+    "a remainder": lambda _: _core.C.join_master(
+        torch.ones(5).bfloat16(), freed(5, dtype=torch.int16), torch.ones(5)
+    ),
+    "a weight": freed_weight,
+    "scratch": lambda table: table.set_scratch(
+        [(table.add_row(torch.ones(5, 5), None, "c", algorithm="muon"), freed(5, 5))]
+    ),
+    "a gradient": lambda table: (
+        setattr(table.param(0).grad, "data", freed(5)),
+        table.plan.collect(None, write_back=False),
+    ),
+    "a layer's input": lambda _: nn_ops().norm_forward(freed(2, 5), None, None, None, 5, 0.1, True),
+    "a layer's weight": lambda _: nn_ops().norm_forward(
+        torch.ones(2, 5), None, freed(5), None, 5, 0.1, True
+    ),
+}
+
+
+@pytest.mark.parametrize("call", FREED_IN.values(), ids=FREED_IN)
+def test_memory_that_was_freed_is_an_error(table, call):
+    with pytest.raises(RuntimeError, match="lost its memory"):
+        call(table)
+
+
+@pytest.mark.parametrize(
+    ("remainder", "out", "said"),
+    [
+        (ONES.half(), ONES, "a tensor of a state is Half"),
+        (ONES.short(), ONES.int(), "a tensor of a state is Int"),
+        (ONES.short().to_sparse(), ONES, "sparse|a tensor of a state"),
+    ],
+)
+def test_a_split_master_in_other_types_is_refused(remainder, out, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        _core.C.join_master(ONES.bfloat16(), remainder, out)
+
+
+def test_a_weight_of_another_type_is_refused_before_the_parameter_moves():
+    param = torch.ones(2, 3, 4, 5)
+    table = _core.C.ParamTable("adam", CPU)
+    with pytest.raises(TypeError, match="row is Double"):
+        table.add_row(param, param.double().to(memory_format=torch.channels_last), "row")
+    assert param.is_contiguous()
+
+
+def test_a_step_whose_middle_fails_leaves_lambs_moments_as_they_are():
+    table = _core.C.ParamTable("lamb", CPU)
+    moments = torch.zeros(4, 4), torch.zeros(4, 4)
+    for algorithm, states in (
+        ("lamb", [[moment] for moment in moments]),
+        ("muon", [[torch.zeros(4, 4)]]),
+    ):
+        param = torch.ones(4, 4, requires_grad=True)
+        param.grad = torch.ones(4, 4)
+        row = table.add_row(param, None, algorithm, algorithm=algorithm)
+        table.set_states(row, states)
+    for row in range(2):
+        table.set_hyper(row, row + 1, None, {"lr": 0.1})
+    table.set_scratch([(1, torch.zeros(4, 4))])
+
+    def fail(rows):
+        assert rows == [1]
+        raise KeyError
+
+    assert table.plan.collect(None, write_back=False) == []
+    with pytest.raises(KeyError):
+        table.plan.update(**STEP, between=fail)
+    assert all(torch.equal(moment, torch.zeros(4, 4)) for moment in moments)
+
+
+def test_all_that_is_written_gets_a_new_version(table):
+    """A backward pass through it tells then that it was changed."""
+    ones, flag, shared = torch.ones(5), torch.zeros(1), torch.zeros(1)
+    _core.C.scale([ones], [ones.clone()], 1.0, flag)
+    _core.C.unscale([ones], [ones.clone()], torch.ones(1), flag)
+    _core.C.l2norm([ones], False, None, flag)
+    counts = (torch.zeros((), dtype=torch.int32) for _ in range(2))
+    _core.C.update_scale(torch.ones(()), *counts, [flag], 2.0, 0.5, 1, 1.0, 2.0, 1, [shared])
+    steps, averages = torch.zeros(1), torch.zeros(1)
+    lists = [ones], [ones.clone()], [], [[ones.clone()]], []
+    _core.C.step("novograd", *lists, steps, averages, None, {"lr": 0.1}, None, None)
+    average = torch.ones(5)
+    table.set_states(0, [[torch.zeros(5)], [torch.zeros(5)]], average=average)
+    table.plan.collect(None, write_back=False)
+    table.plan.update(**STEP)
+    written = (flag, shared, steps, averages, average)
+    assert [tensor._version for tensor in written] == [3, 1, 1, 1, 1]
 
 
 @pytest.mark.slow

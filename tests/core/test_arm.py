@@ -72,7 +72,7 @@ def test_loops_are_vectorized(build):
     """No update computes element by element what NEON computes for four. (Layers merge the sums of
     a row's groups one by one.)"""
     arithmetic = r"f(?:add|sub|mul|div|sqrt|mla|mls|n?madd|n?msub)\t"
-    files = sorted(build.glob("CMakeFiles/ampfuse_cpu_*/**/*_neon*.cpp.o"))
+    files = sorted(build.glob("CMakeFiles/ampfuse_cpu_neon*/**/[kn]*.cpp.o"))
     assert files
     for file in files:
         vectors = 0
@@ -80,7 +80,7 @@ def test_loops_are_vectorized(build):
             by_four = sum(bool(re.match(rf"{arithmetic}v\d+\.4s", i)) for i in loop)
             by_one = sum(bool(re.match(rf"{arithmetic}s\d+", i)) for i in loop)
             # (Two: what a block's scale takes, or a row's factor.)
-            if file.name.startswith("kernels_"):
+            if file.name.startswith("kernels."):
                 assert by_one <= max(2, by_four), "\n".join([str(file), *loop])
             vectors += by_four > 0
         assert vectors, file

@@ -89,19 +89,21 @@ class Unit(NamedTuple):
 def core_units(isa: str) -> Iterator[Unit]:
     """The core and both backends, with the CPU's kernels of one instruction set: a program runs
     one."""
-    only = f"-DAMPFUSE_HAS_{isa.upper()}"
+    only = [f"-DAMPFUSE_ISAS={isa.capitalize()}"]
+    kernels = [f"-DAMPFUSE_ISA={isa.capitalize()}", f'-DAMPFUSE_SIMD_HEADER="simd_{isa}.h"']
     yield Unit("algorithms", "csrc/core/algorithms.cpp", [])
     for file in ("backend", "isa", "nn", "threads"):
-        yield Unit(f"cpu-{file}", f"csrc/cpu/{file}.cpp", [only])
+        yield Unit(f"cpu-{file}", f"csrc/cpu/{file}.cpp", only)
     for file in ("backend", "device_table", "graph_memory", "inspect", "tickets"):
         yield Unit(f"cuda-{file}", f"csrc/cuda/{file}.cu", [])
-    for folder, cpu, cuda in (("ops", "kernels", "ops"), ("nn_ops", "nn", "nn")):
+    for folder, cpu, cuda in (("ops", "kernels", "ops"), ("nn_ops", "nn_kernels", "nn")):
         for path in sorted((ROOT / "csrc/core" / folder).glob("*.h")):
             ops = path.stem
             if ops in ("op", "nn_op"):
                 continue
             own = [f'-DAMPFUSE_OPS_HEADER="core/{folder}/{ops}.h"', f"-DAMPFUSE_OPS={ops}_ops"]
-            yield Unit(f"cpu-{ops}", f"csrc/cpu/{cpu}_{isa}.cpp", [*FLAGS_OF[isa], *own])
+            of_isa = [*FLAGS_OF[isa], *only, *kernels, *own]
+            yield Unit(f"cpu-{ops}", f"csrc/cpu/{cpu}.cpp", of_isa)
             if ops != "inspect":  # inspect.cu has its kernel
                 yield Unit(f"cuda-{ops}", f"csrc/cuda/{cuda}.cu", own)
 

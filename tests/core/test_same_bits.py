@@ -136,7 +136,10 @@ def functions_of_lists(device):
                 for i, tensor in enumerate(tree_leaves(value) if key != "values" else ()):
                     results[f"{name} {key} {i}"] = tensor
         for clip in (False, True):
-            _core.C.layerwise(grads, params, 0.1, None, 0.01, 0.02, 1e-8, clip)
+            values = {"lr": 0.1, "weight_decay": 0.01, "layerwise": 1, "clipped_ratio": clip}
+            values |= {"trust_coefficient": 0.02, "trust_eps": 1e-8}
+            lists = grads, params, [], [], grads, torch.zeros(len(grads), device=device)
+            _core.C.step("layerwise", *lists, None, None, values, None, None)
             results |= {f"layerwise {clip} {i}": t.clone() for i, t in enumerate(grads)}
         return results
 

@@ -48,7 +48,7 @@ class NnCall {
   }
 
   void start(void* stream = nullptr) {
-    (cuda_ ? *cuda_backend() : cpu_backend()).run(nn_op<Op>(), args_, stream);
+    (cuda_ ? *cuda_backend() : cpu_backend()).run(NnOp::of<Op>(), args_, stream);
   }
 
   // All lists, in the bits that every backend leaves.

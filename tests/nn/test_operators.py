@@ -216,6 +216,19 @@ def test_no_columns_are_an_error(device):
         nn_ops().norm_forward(x, None, None, None, 0, 1e-5, True)
 
 
+def test_rows_that_the_columns_do_not_divide_are_an_error():
+    with pytest.raises(ValueError, match="4 columns"):
+        nn_ops().norm_forward(torch.ones(2, 5), None, None, None, 4, 1e-5, True)
+
+
+def test_no_rows_have_no_results_and_gradients_of_zero(device):
+    none, weight = torch.ones(0, 8), torch.ones(8)
+    _, _, mean, rstd = nn_ops().norm_forward(none, None, weight, None, 8, 1e-5, True)
+    backward = nn_ops().norm_backward(none, None, none, mean, rstd, weight, 8, [True] * 3)
+    assert [found.tolist() for found in backward] == [[], [0.0] * 8, [0.0] * 8]
+    assert nn_ops().activation_forward(none, None, None, "gelu").shape == (0, 8)
+
+
 def test_images_without_channels_are_an_error():
     x = torch.empty(2, 0, 4, 4).to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match="no columns"):

@@ -203,6 +203,9 @@ def test_gradients_of_other_kinds_are_redistributed_or_refused():
     shard.grad = torch.ones(12, 4)
     with pytest.raises(TypeError, match="gradient of s is not a DTensor"):
         optimizers[1].step()
+    shard.grad = DTensor._make_wrapper_subclass(DTensor, (12, 4))
+    with pytest.raises(TypeError, match="gradient of s is not a DTensor"):
+        optimizers[1].step()
     compare("the parameter", whole.detach(), shard.detach())
 
 

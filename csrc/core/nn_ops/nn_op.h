@@ -71,16 +71,6 @@ constexpr int kSpanColumns = 32 * kRowWidth;
 constexpr int kPassColumns = 8 * kRowWidth;
 constexpr int kRowGroups = 16;
 
-// Merges the values of a row's `count` groups into the first one: merge(i, j) merges those of group
-// j into those of i.
-template <class Merge>
-HD void merge_row_groups(int count, const Merge& merge) {
-  for (int offset = kRowGroups / 2; offset > 0; offset /= 2) {
-    for (int i = 0; i < offset && i + offset < count; ++i) merge(i, i + offset);
-    count = count < offset ? count : offset;
-  }
-}
-
 struct ImageRows {
   int64_t rows = 0, channels = 0;
   DType dtype = DType::kNone;
@@ -130,10 +120,7 @@ struct NnArgs {
   }
 };
 
-// An op of NnOps, in nn_ops.h.
-struct NnOp {
-  int index;
-};
+using NnOp = Choice<struct NnOps>;  // in nn_ops.h
 
 struct NnPass {
   static constexpr unsigned kOptional = 0;

@@ -8,6 +8,7 @@ namespace ampfuse {
 
 struct LayerwiseOp : OptimizerOp<LayerwiseOp> {
   static constexpr const char* kName = "layerwise";
+  static constexpr HyperInfo kHypers[] = {hyper::lr(1e-3), hyper::weight_decay()};
   static constexpr unsigned kReads = bit(kGrad) | bit(kParam);
   static constexpr unsigned kWrites = bit(kGradOut);
   static constexpr bool kPlain = true;

@@ -1,7 +1,6 @@
 // Activations after a bias, and gated ones, as an operator of torch.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "nn_pass.h"
 
@@ -88,7 +87,7 @@ struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
     context->save_for_backward({x, up.value_or(Tensor()), bias.value_or(Tensor())});
     context->saved_data["name"] = name;
     context->set_materialize_grads(false);
-    return Call<activation_pass>::of(AMPFUSE_OP("activation_forward"), x, up, bias, name);
+    return Call<activation_pass>::of(x, up, bias, name);
   }
 
   // The arguments of forward() that have gradients, which it saves, and how many there are.
@@ -115,8 +114,7 @@ struct ActivationFunction : torch::autograd::Function<ActivationFunction> {
       std::tie(dup, dbias) = backward_into(dy, x, up, bias, name, dy);
       result[kX] = dy;
     } else {
-      std::tie(result[kX], dup, dbias) = Call<activation_backward_pass>::of(
-          AMPFUSE_OP("activation_backward"), dy, x, up, bias, name);
+      std::tie(result[kX], dup, dbias) = Call<activation_backward_pass>::of(dy, x, up, bias, name);
     }
     if (is_given(up)) result[kUp] = dup;
     if (is_given(bias)) result[kBias] = dbias.to(bias->scalar_type());
@@ -145,17 +143,13 @@ Tensor activation(const Tensor& x, const OptionalTensor& up, const OptionalTenso
 
 AMPFUSE_LIBRARY_FRAGMENT(AMPFUSE_NAMESPACE, library) {
   library.def("activation(Tensor x, Tensor? up, Tensor? bias, str name) -> Tensor", activation);
-  library.def("activation_forward(Tensor x, Tensor? up, Tensor? bias, str name) -> Tensor");
-  library.def(
+  define<activation_pass>(
+      library, "activation_forward(Tensor x, Tensor? up, Tensor? bias, str name) -> Tensor");
+  define<activation_backward_pass>(
+      library,
       "activation_backward(Tensor dy, Tensor x, Tensor? up, Tensor? bias, str name) -> "
       "(Tensor, Tensor, Tensor)");
 }
-
-void add_activation_kernels(torch::Library& library) {
-  library.impl("activation_forward", activation_pass);
-  library.impl("activation_backward", activation_backward_pass);
-}
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, add_activation_kernels)
 
 }  // namespace
 }  // namespace ampfuse

@@ -4,7 +4,6 @@
 // autograd's formula stands here once for the CPU, CUDA and tracing.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <tuple>
@@ -150,16 +149,14 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     Tensor mean, invstd;
     if (training) {
       std::tie(mean, invstd) =
-          Call<statistics_pass>::of(AMPFUSE_OP("batch_norm_statistics"), x, running_mean,
-                                    running_var, batches, momentum, eps);
+          Call<statistics_pass>::of(x, running_mean, running_var, batches, momentum, eps);
     } else {
       // A later pass in training mode changes it, maybe before the backward pass.
       const bool any = std::any_of(needs.begin(), needs.end(), [](bool need) { return need; });
       mean = any ? running_mean->clone() : *running_mean;
       invstd = at::rsqrt(*running_var + eps);
     }
-    auto [y, mask] = Call<apply_pass>::of(AMPFUSE_OP("batch_norm_apply"), x, residual, mean, invstd,
-                                          weight, bias, relu);
+    auto [y, mask] = Call<apply_pass>::of(x, residual, mean, invstd, weight, bias, relu);
     context->save_for_backward(
         {x, weight.value_or(Tensor()), mean, invstd, mask, bias.value_or(Tensor())});
     context->saved_data["training"] = training;
@@ -188,10 +185,10 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
   // The output once more, from what is saved, in the same bits.
   static Tensor recompute(AutogradContext& context) {
     const variable_list saved = context.get_saved_variables();
-    return std::get<0>(
-        Call<apply_pass>::of(AMPFUSE_OP("batch_norm_apply"), saved[kSavedX], std::nullopt,
-                             saved[kSavedMean], saved[kSavedInvstd], optional(saved[kSavedWeight]),
-                             optional(saved[kSavedBias]), context.saved_data["relu"].toBool()));
+    return std::get<0>(Call<apply_pass>::of(saved[kSavedX], std::nullopt, saved[kSavedMean],
+                                            saved[kSavedInvstd], optional(saved[kSavedWeight]),
+                                            optional(saved[kSavedBias]),
+                                            context.saved_data["relu"].toBool()));
   }
 
  private:
@@ -210,12 +207,12 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     Tensor sum, centered, dweight;
     if (training || to_weight || to_bias || to_residual) {
       if (to_residual && ours) {
-        std::tie(sum, centered, dweight) = Call<reduce_into_pass>::of(
-            AMPFUSE_OP("batch_norm_reduce_into"), dy, x, mean, invstd, mask, dy);
+        std::tie(sum, centered, dweight) =
+            Call<reduce_into_pass>::of(dy, x, mean, invstd, mask, dy);
       } else {
         Tensor g;
-        std::tie(sum, centered, dweight, g) = Call<reduce_pass>::of(
-            AMPFUSE_OP("batch_norm_reduce"), dy, x, mean, invstd, mask, to_residual);
+        std::tie(sum, centered, dweight, g) =
+            Call<reduce_pass>::of(dy, x, mean, invstd, mask, to_residual);
         if (to_residual) dy = g;
       }
     }
@@ -230,13 +227,12 @@ struct BatchNormAct : torch::autograd::Function<BatchNormAct> {
     const auto if_training = [&](const Tensor& t) { return training ? optional(t) : std::nullopt; };
     const c10::SymInt count = x.sym_numel() / x.sym_size(1);
     if (ours) {
-      Call<dx_into_pass>::of(AMPFUSE_OP("batch_norm_dx_into"), dy, mask, x, mean, invstd,
-                             optional(weight), if_training(sum), if_training(centered), count, dy);
+      Call<dx_into_pass>::of(dy, mask, x, mean, invstd, optional(weight), if_training(sum),
+                             if_training(centered), count, dy);
       result[kX] = dy;
     } else {
-      result[kX] =
-          Call<dx_pass>::of(AMPFUSE_OP("batch_norm_dx"), dy, mask, x, mean, invstd,
-                            optional(weight), if_training(sum), if_training(centered), count);
+      result[kX] = Call<dx_pass>::of(dy, mask, x, mean, invstd, optional(weight), if_training(sum),
+                                     if_training(centered), count);
     }
     return result;
   }
@@ -292,38 +288,33 @@ AMPFUSE_LIBRARY(AMPFUSE_NAMESPACE, library) {
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, bool training, float momentum, "
       "float eps, bool relu, Tensor(c!)? num_batches_tracked=None) -> Tensor",
       batch_norm_act);
-  library.def("batch_norm_moments(Tensor x) -> (Tensor, Tensor)");
-  library.def(
+  define<moments_pass>(library, "batch_norm_moments(Tensor x) -> (Tensor, Tensor)");
+  define<statistics_pass>(
+      library,
       "batch_norm_statistics(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
       "Tensor(c!)? num_batches_tracked, float momentum, float eps) -> (Tensor, Tensor)");
-  library.def(
+  define<apply_pass>(
+      library,
       "batch_norm_apply(Tensor x, Tensor? residual, Tensor mean, Tensor invstd, Tensor? weight, "
       "Tensor? bias, bool relu) -> (Tensor, Tensor)");
-  library.def(
+  define<reduce_pass>(
+      library,
       "batch_norm_reduce(Tensor dy, Tensor x, Tensor mean, Tensor invstd, Tensor mask, bool keep) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
-  library.def(
+  define<dx_pass>(
+      library,
       "batch_norm_dx(Tensor dy, Tensor mask, Tensor x, Tensor mean, Tensor invstd, Tensor? weight, "
       "Tensor? sum_dy, Tensor? sum_dy_centered, SymInt count=1) -> Tensor");
-  library.def(
+  define<reduce_into_pass>(
+      library,
       "batch_norm_reduce_into(Tensor dy, Tensor x, Tensor mean, Tensor invstd, Tensor mask, "
       "Tensor(a!) g) -> (Tensor, Tensor, Tensor)");
-  library.def(
+  define<dx_into_pass>(
+      library,
       "batch_norm_dx_into(Tensor dy, Tensor mask, Tensor x, Tensor mean, Tensor invstd, "
       "Tensor? weight, Tensor? sum_dy, Tensor? sum_dy_centered, SymInt count, Tensor(a!) dx) -> "
       "()");
 }
-
-void add_batch_norm_kernels(torch::Library& library) {
-  library.impl("batch_norm_moments", moments_pass);
-  library.impl("batch_norm_statistics", statistics_pass);
-  library.impl("batch_norm_apply", apply_pass);
-  library.impl("batch_norm_reduce", reduce_pass);
-  library.impl("batch_norm_dx", dx_pass);
-  library.impl("batch_norm_reduce_into", reduce_into_pass);
-  library.impl("batch_norm_dx_into", dx_into_pass);
-}
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, add_batch_norm_kernels)
 
 }  // namespace
 

@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/library.h>
 
 #include "half_data.h"
 #include "nn_pass.h"
@@ -62,7 +61,7 @@ std::tuple<Tensor, Tensor> loss_pass(const Tensor& logits, const Tensor& target,
   PassArgs args = args_of(logits, target, weight, sum, ignore_index, label_smoothing);
   if (logits.is_cpu()) check_targets(target, logits.size(0), logits.size(1), ignore_index);
   args.row_vector(Op::kLoss, losses, "losses").row_vector(Op::kLse, lse, "lse", 2);
-  if (logits.numel() != 0) args.run<Op>();
+  args.run<Op>();
   return {losses, lse};
 }
 
@@ -77,7 +76,7 @@ void gradient_into_pass(const Tensor& gradient, const Tensor& logits, const Tens
   args.row_vector(Op::kRowGradient, gradient, "the losses' gradient")
       .row_vector(Op::kLse, lse, "lse", 2)
       .image(Op::kGradient, out, "the logits' gradient");
-  if (logits.numel() != 0) args.run<Op>();
+  args.run<Op>();
 }
 
 Tensor gradient_pass(const Tensor& gradient, const Tensor& logits, const Tensor& target,
@@ -95,8 +94,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     const OptionalTensor half = half_data_of(input);
     const Tensor logits = half.value_or(input);
     context->saved_data["is_half_data"] = half.has_value();
-    auto [losses, lse] = Call<loss_pass>::of(AMPFUSE_OP("cross_entropy_loss"), logits, target,
-                                             weight, ignore_index, label_smoothing);
+    auto [losses, lse] = Call<loss_pass>::of(logits, target, weight, ignore_index, label_smoothing);
     context->save_for_backward({logits, target, weight.value_or(Tensor()), lse});
     context->saved_data["ignore_index"] = ignore_index;
     context->saved_data["label_smoothing"] = label_smoothing;
@@ -128,8 +126,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
       found = logits.detach();
       gradient_into_pass(gradient, logits, target, weight, lse, ignore_index, smoothing, found);
     } else {
-      found = Call<gradient_pass>::of(AMPFUSE_OP("cross_entropy_gradient"), gradient, logits,
-                                      target, weight, lse, ignore_index, smoothing);
+      found =
+          Call<gradient_pass>::of(gradient, logits, target, weight, lse, ignore_index, smoothing);
     }
     if (is_half_data) found = half_data().widened(found);
     return result;
@@ -184,19 +182,15 @@ AMPFUSE_LIBRARY_FRAGMENT(AMPFUSE_NAMESPACE, library) {
       "cross_entropy(Tensor logits, Tensor target, Tensor? weight, int ignore_index, "
       "float label_smoothing) -> Tensor",
       cross_entropy);
-  library.def(
+  define<loss_pass>(
+      library,
       "cross_entropy_loss(Tensor logits, Tensor target, Tensor? weight, int ignore_index, "
       "float label_smoothing) -> (Tensor, Tensor)");
-  library.def(
+  define<gradient_pass>(
+      library,
       "cross_entropy_gradient(Tensor gradient, Tensor logits, Tensor target, Tensor? weight, "
       "Tensor lse, int ignore_index, float label_smoothing) -> Tensor");
 }
-
-void add_cross_entropy_kernels(torch::Library& library) {
-  library.impl("cross_entropy_loss", loss_pass);
-  library.impl("cross_entropy_gradient", gradient_pass);
-}
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, add_cross_entropy_kernels)
 
 }  // namespace
 }  // namespace ampfuse

@@ -6,8 +6,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/library.h>
 
 #include <optional>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -18,20 +21,14 @@
 // A process may load the module a second time, with the emulated backend.
 #if defined(AMPFUSE_EMULATE_CUDA)
 #define AMPFUSE_NAMESPACE ampfuse_emulated
-#define AMPFUSE_OP(name) "ampfuse_emulated::" name
+inline constexpr char kOperators[] = "ampfuse_emulated::";
 #else
 #define AMPFUSE_NAMESPACE ampfuse
-#define AMPFUSE_OP(name) "ampfuse::" name
+inline constexpr char kOperators[] = "ampfuse::";
 #endif
 // (TORCH_LIBRARY itself does not expand the name.)
 #define AMPFUSE_LIBRARY(name, library) TORCH_LIBRARY(name, library)
 #define AMPFUSE_LIBRARY_FRAGMENT(name, library) TORCH_LIBRARY_FRAGMENT(name, library)
-// add(library) registers the kernels, which are the same for all devices. (A macro, because torch's
-// own make static objects of the names of namespace and dispatch key.)
-#define AMPFUSE_KERNELS(name, add)                          \
-  TORCH_LIBRARY_IMPL(name, CPU, library) { add(library); }  \
-  TORCH_LIBRARY_IMPL(name, CUDA, library) { add(library); } \
-  TORCH_LIBRARY_IMPL(name, Meta, library) { add(library); }
 
 namespace ampfuse {
 
@@ -110,6 +107,8 @@ class PassArgs {
                           : "x must be contiguous",
                       "; it has shape ", x.sizes(), " and strides ", x.strides());
     TORCH_CHECK_VALUE(columns > 0, "x has no columns to work on; its shape is ", x.sizes());
+    TORCH_CHECK_VALUE(x.numel() % columns == 0, "x of shape ", x.sizes(), " has no rows of ",
+                      columns, " columns");
     args_.image = {x.numel() / columns, columns, dtype_of(x, "x")};
   }
 
@@ -120,7 +119,7 @@ class PassArgs {
         name, " must match x, ", x_.scalar_type(), " of shape ", x_.sizes(), " in ", format_,
         " memory on ", x_.device(), "; it is ", tensor.scalar_type(), " of shape ", tensor.sizes(),
         " with strides ", tensor.strides(), " on ", tensor.device());
-    args_.images[place] = const_cast<void*>(tensor.const_data_ptr());
+    args_.images[place] = checked_memory(tensor.const_data_ptr(), tensor, name);
     return *this;
   }
   PassArgs& image(int place, const OptionalTensor& tensor, const char* name) {
@@ -193,7 +192,7 @@ class PassArgs {
           at::empty({count * int64_t(sizeof(typename Op::Partial))}, x_.options().dtype(at::kByte));
       args_.partials = partials.data_ptr();
     }
-    scope.backend().run(nn_op<Op>(), args_, scope.stream());
+    scope.backend().run(NnOp::of<Op>(), args_, scope.stream());
   }
 
  private:
@@ -209,7 +208,7 @@ class PassArgs {
                       " columns on ", x_.device(), ", got shape ", tensor->sizes(), " on ",
                       tensor->device());
     args_.affine.dtype = dtype_of(*tensor, name);
-    return const_cast<void*>(tensor->const_data_ptr());
+    return checked_memory(tensor->const_data_ptr(), *tensor, name);
   }
 
   const at::Tensor& x_;
@@ -240,18 +239,30 @@ torch::autograd::variable_list differentiable_gradients(const std::vector<Option
   return result;
 }
 
-// Calls an operator, made of the function `pass`, through the dispatcher, so that whatever traces
-// sees it.
+// Calls the operator that define<pass>() made, through the dispatcher, so that whatever traces sees
+// it.
 template <auto pass>
 struct Call;
 
 template <class Result, class... Args, Result (*pass)(Args...)>
 struct Call<pass> {
-  static Result of(const char* name, Args... args) {
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Result(Args...)>();
+  static inline std::string_view name;
+
+  static Result of(Args... args) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow((kOperators + std::string(name)).c_str(), "")
+                               .typed<Result(Args...)>();
     return op.call(std::forward<Args>(args)...);
   }
 };
+
+// Makes an operator whose kernels are the function `pass`, the same for all devices.
+template <auto pass>
+void define(torch::Library& library, const char* schema) {
+  library.def(schema);
+  Call<pass>::name = std::string_view(schema).substr(0, std::string_view(schema).find('('));
+  for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
+    library.impl(std::string(Call<pass>::name).c_str(), key, pass);
+}
 
 }  // namespace ampfuse

@@ -1,7 +1,6 @@
 // layer_norm and rms_norm as operators of torch, with the residual addition before them.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <array>
 
@@ -98,8 +97,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                                const OptionalTensor& bias, at::IntArrayRef shape, double eps,
                                bool centered) {
     const int64_t columns = c10::multiply_integers(shape);
-    auto [y, sum, mean, rstd] = Call<forward_pass>::of(AMPFUSE_OP("norm_forward"), x, residual,
-                                                       weight, bias, columns, eps, centered);
+    auto [y, sum, mean, rstd] =
+        Call<forward_pass>::of(x, residual, weight, bias, columns, eps, centered);
     const Tensor& s = is_given(residual) ? sum : x;
     context->save_for_backward({s, mean, rstd, weight.value_or(Tensor()), bias.value_or(Tensor())});
     context->saved_data["shape"] = shape.vec();
@@ -147,8 +146,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
             backward_into(dy, added, s, mean, rstd, weight, columns, wanted, dy);
         dx = dy;
       } else {
-        std::tie(dx, result[kWeight], result[kBias]) = Call<backward_pass>::of(
-            AMPFUSE_OP("norm_backward"), dy, added, s, mean, rstd, weight, columns, wanted);
+        std::tie(dx, result[kWeight], result[kBias]) =
+            Call<backward_pass>::of(dy, added, s, mean, rstd, weight, columns, wanted);
       }
       if (!to_weight) result[kWeight] = Tensor();
       if (!to_bias) result[kBias] = Tensor();
@@ -192,19 +191,15 @@ AMPFUSE_LIBRARY_FRAGMENT(AMPFUSE_NAMESPACE, library) {
       "norm(Tensor x, Tensor? residual, int[] shape, Tensor? weight, Tensor? bias, float eps, "
       "bool centered) -> Tensor[]",
       norm);
-  library.def(
+  define<forward_pass>(
+      library,
       "norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int columns, "
       "float eps, bool centered) -> (Tensor, Tensor, Tensor, Tensor)");
-  library.def(
+  define<backward_pass>(
+      library,
       "norm_backward(Tensor dy, Tensor? ds, Tensor s, Tensor mean, Tensor rstd, Tensor? weight, "
       "int columns, bool[3] wanted) -> (Tensor, Tensor, Tensor)");
 }
-
-void add_norm_kernels(torch::Library& library) {
-  library.impl("norm_forward", forward_pass);
-  library.impl("norm_backward", backward_pass);
-}
-AMPFUSE_KERNELS(AMPFUSE_NAMESPACE, add_norm_kernels)
 
 }  // namespace
 }  // namespace ampfuse

@@ -170,5 +170,11 @@ class Layerwise:
             grads, params = zip(*pairs, strict=True)
             tensor = lr.to(device, torch.float32) if isinstance(lr, Tensor) else None
             number = 0.0 if tensor is not None else float(lr)
-            rule = self.trust_coefficient, self.trust_eps, self.clipped_ratio
-            _core.C.layerwise(grads, params, number, tensor, decay, *rule)
+            values = {
+                **dataclasses.asdict(self),
+                "layerwise": 1,
+                "lr": number,
+                "weight_decay": decay,
+            }
+            steps, lists = torch.zeros(len(grads), device=device), (grads, params, [], [], grads)
+            _core.C.step("layerwise", *lists, steps, None, tensor, values, None, None)
