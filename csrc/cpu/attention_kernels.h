@@ -8,16 +8,7 @@
 namespace ampfuse {
 namespace {
 
-template <DType kType, class F, bool kWhole, class T>
-HD F load_row(const T* data, int64_t c, int count) {
-  using Lanes = typename F::template Lanes<kType>;
-  return load_columns<Lanes, F, kWhole>(reinterpret_cast<const char*>(data), c, 0, count);
-}
-template <bool kWhole, class F>
-HD void store_half(const F& x, uint16_t* data, int64_t c, int count) {
-  using Lanes = typename F::template Lanes<DType::kBFloat16>;
-  store_columns<Lanes, F, kWhole>(x, reinterpret_cast<char*>(data), c, 0, count);
-}
+constexpr DType kFloats = DType::kFloat32, kHalf = DType::kBFloat16;
 
 // A value for each of 16 lanes of a row: lane l takes the columns l, l + 16 and so on, whatever the
 // width of a vector.
@@ -33,9 +24,8 @@ struct RowOf16 {
   // run(lane) for each, in order.
   template <class Run>
   HD void each(const Run& run) const {
-    using Lanes = typename F::template Lanes<DType::kFloat32>;
     alignas(64) float lanes[16];
-    for (int v = 0; v < kVectors; ++v) Lanes::store(lanes + v * F::kWidth, Lanes::narrow(value[v]));
+    for (int v = 0; v < kVectors; ++v) store_vector(value[v], lanes, kFloats, v * F::kWidth);
     for (float lane : lanes) run(lane);
   }
   HD float sum() const {
@@ -54,14 +44,13 @@ HD void clear(uint16_t* data, int64_t begin, int64_t end) {
 template <class F>
 void AttentionKernel<F>::softmax(const ScoreRows& block, const float* scores, uint16_t* p,
                                  float* lse, float* inverse) {
-  constexpr DType kFloat = DType::kFloat32;
   const F scale(block.scale);
   for (int64_t row = 0; row < block.rows; ++row, scores += block.stride, p += block.stride) {
     const int64_t end = block.end(row);
     RowOf16<F> highest(-__builtin_inff());
     for_vectors<F>(end, [&](int64_t c, int count, auto whole) HD_LAMBDA {
       const uint32_t bits = column_bits<whole, F>(0, count);
-      F x = load_row<kFloat, F, whole>(scores, c, count) * scale;
+      F x = load_vector<F, whole>(scores, kFloats, c, count) * scale;
       if constexpr (!whole) x = keep(bits, x) + keep(~bits, F(-__builtin_inff()));
       highest.at(c) = max_nan(highest.at(c), x);
     });
@@ -69,9 +58,9 @@ void AttentionKernel<F>::softmax(const ScoreRows& block, const float* scores, ui
     highest.each([&](float lane) HD_LAMBDA { max = max_nan(max, lane); });
     RowOf16<F> sums(0);
     for_vectors<F>(end, [&](int64_t c, int count, auto whole) HD_LAMBDA {
-      const F x = load_row<kFloat, F, whole>(scores, c, count);
+      const F x = load_vector<F, whole>(scores, kFloats, c, count);
       const F power = exponential(fma(x, scale, F(-max)));
-      store_half<whole>(power, p, c, count);
+      store_vector<whole>(power, p, kHalf, c, count);
       sums.at(c) = sums.at(c) + keep(column_bits<whole, F>(0, count), power);
     });
     const float sum = sums.sum();
@@ -84,15 +73,14 @@ void AttentionKernel<F>::softmax(const ScoreRows& block, const float* scores, ui
 template <class F>
 void AttentionKernel<F>::gradient(const ScoreRows& block, const float* scores, const float* dp,
                                   const float* lse, const float* delta, uint16_t* p, uint16_t* ds) {
-  constexpr DType kFloat = DType::kFloat32;
   const F scale(block.scale);
   for (int64_t row = 0; row < block.rows; ++row) {
     for_vectors<F>(block.columns, [&](int64_t c, int count, auto whole) HD_LAMBDA {
       const auto at = [&](const float* data)
-                          HD_LAMBDA { return load_row<kFloat, F, whole>(data, c, count); };
+                          HD_LAMBDA { return load_vector<F, whole>(data, kFloats, c, count); };
       const F power = exponential(at(scores) * scale - at(lse));
-      store_half<whole>(power, p, c, count);
-      store_half<whole>(power * (at(dp) - at(delta)) * scale, ds, c, count);
+      store_vector<whole>(power, p, kHalf, c, count);
+      store_vector<whole>(power * (at(dp) - at(delta)) * scale, ds, kHalf, c, count);
     });
     uint16_t* const written[] = {p, ds};
     for (uint16_t* const data : written) {
@@ -106,17 +94,17 @@ void AttentionKernel<F>::gradient(const ScoreRows& block, const float* scores, c
 template <class F>
 void AttentionKernel<F>::narrow(const float* x, float factor, int64_t count, uint16_t* y) {
   for_vectors<F>(count, [&](int64_t c, int lanes, auto whole) HD_LAMBDA {
-    store_half<whole>(load_row<DType::kFloat32, F, whole>(x, c, lanes) * F(factor), y, c, lanes);
+    store_vector<whole>(load_vector<F, whole>(x, kFloats, c, lanes) * F(factor), y, kHalf, c,
+                        lanes);
   });
 }
 
 template <class F>
 float AttentionKernel<F>::dot(const uint16_t* x, const uint16_t* y, int64_t count) {
-  constexpr DType kHalf = DType::kBFloat16;
   RowOf16<F> sums(0);
   for_vectors<F>(count, [&](int64_t c, int lanes, auto whole) HD_LAMBDA {
     const F product =
-        load_row<kHalf, F, whole>(x, c, lanes) * load_row<kHalf, F, whole>(y, c, lanes);
+        load_vector<F, whole>(x, kHalf, c, lanes) * load_vector<F, whole>(y, kHalf, c, lanes);
     sums.at(c) = sums.at(c) + keep(column_bits<whole, F>(0, lanes), product);
   });
   return sums.sum();

@@ -6,7 +6,6 @@
 #include "count.h"
 #include "kernels.h"
 #include "stage.h"
-#include "walk.h"
 
 namespace ampfuse {
 namespace {
@@ -77,22 +76,7 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
   const auto measure = [&](int64_t i, int n, auto whole, F(&x)[kLists]) HD_LAMBDA {
     measure_vector<Op, decltype(whole)::value>(lists, types, i, n, x, &mine, add_at(i));
   };
-  constexpr int kStep = Types::kByVectors ? F::kWidth : kScaleBlock;
-  for_steps<kStep, Prefetch<Op::kReads>>(
-      walk, types, kFetched, [&](int64_t i, int count, auto whole, const auto& fetch) HD_LAMBDA {
-        constexpr bool kWhole = decltype(whole)::value;
-        constexpr unsigned kStored = Op::kWrites & ~kStreamed<Op>;
-        if constexpr (!Types::kKnown) {
-          run_staged<F>(op, lists, i, count, fetch, measure);
-        } else if constexpr (!Types::kByVectors) {
-          run_block<F, kStored, kWhole, Types>(op, lists, i, count, fetch, measure);
-        } else {
-          fetch(0);
-          F x[kLists];
-          run_vector<F, kWhole, kStored>(op, lists, types, i, count, x);
-          measure(i, count, whole, x);
-        }
-      });
+  run_steps<F, Op::kWrites & ~kStreamed<Op>>(op, walk, types, kFetched, measure);
   for (int m = 0; m < kCount; ++m) sums.largest[m] = largest[m].reduce();
   if constexpr (Op::kMetered) *counts = mine;
 }

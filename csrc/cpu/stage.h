@@ -6,6 +6,7 @@
 #include "chunk_lists.h"
 #include "core/ops/op.h"
 #include "vector_op.h"
+#include "walk.h"
 
 namespace ampfuse {
 namespace {
@@ -208,6 +209,30 @@ HD void run_block(const Op& op, const ChunkLists& given, int64_t first, int coun
     if (kQuantizedStates & kStored & bit(kState0 + s))
       encode_block<F>(given, kState0 + s, first, count, stage[s], scale[s], kSteps<Op>);
   }
+}
+
+// Runs the op on all elements of a chunk: by vectors, or by blocks where a type asks for it.
+// after(i, count, whole, x) gets what each vector becomes.
+template <class F, unsigned kStored, class Op, class Types, class After>
+HD void run_steps(const Op& op, const Walk& walk, const Types& types, unsigned fetched,
+                  const After& after) {
+  const ChunkLists lists = walk.lists;
+  constexpr int kStep = Types::kByVectors ? F::kWidth : kScaleBlock;
+  static_assert(kChunk % kScaleBlock == 0);
+  for_steps<kStep, Prefetch<Op::kReads>>(
+      walk, types, fetched, [&](int64_t i, int count, auto whole, const auto& fetch) HD_LAMBDA {
+        constexpr bool kWhole = decltype(whole)::value;
+        if constexpr (!Types::kKnown) {
+          run_staged<F>(op, walk.lists, i, count, fetch, after);
+        } else if constexpr (!Types::kByVectors) {
+          run_block<F, kStored, kWhole, Types>(op, lists, i, count, fetch, after);
+        } else {
+          fetch(0);
+          F x[kLists];
+          run_vector<F, kWhole, kStored>(op, lists, types, i, count, x);
+          after(i, count, whole, x);
+        }
+      });
 }
 
 }  // namespace

@@ -1,9 +1,8 @@
 #include <algorithm>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <utility>
+#include <tuple>
 
 #include "graph_memory.cuh"
 #include "launch.cuh"
@@ -17,98 +16,61 @@ struct Tickets {
   int64_t count = 0;
 };
 
-// A device, and the id of a stream or of a capture.
-using Owner = std::pair<int, unsigned long long>;
-
 Tickets zeroed(std::shared_ptr<void> memory, int64_t count, cudaStream_t stream) {
   CUDA_CHECK(cudaMemsetAsync(memory.get(), 0, size_t(count) * sizeof(unsigned), stream));
   return {static_cast<unsigned*>(memory.get()), count};
 }
 
 // They are never freed, as CUDA does not tell when a stream is destroyed: a kilobyte, and rarely
-// more.
-class StreamTickets {
- public:
-  unsigned* take(const Owner& owner, int64_t count, cudaStream_t stream) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    Tickets& tickets = of_[owner];
-    if (tickets.count < count) tickets = make(std::max(2 * tickets.count, count), stream);
-    return tickets.first;
-  }
+// more. (Where they replace fewer ones, launches that are queued still count in those.)
+Tickets make_for_stream(int64_t count, cudaStream_t stream) {
+  const AllowUnsafeCalls allowed;
+  void* memory = nullptr;
+  CUDA_CHECK(cudaMalloc(&memory, size_t(count) * sizeof(unsigned)));
+  bool kept = false;
+  const std::shared_ptr<void> owned(memory, [&kept](void* p) {
+    if (!kept) (void)cudaFree(p);
+  });
+  const Tickets tickets = zeroed(owned, count, stream);
+  kept = true;
+  return tickets;
+}
 
- private:
-  // (Where they replace fewer ones, launches that are queued still count in those.)
-  static Tickets make(int64_t count, cudaStream_t stream) {
-    const AllowUnsafeCalls allowed;
-    count = std::max(count, kLeast);
-    void* memory = nullptr;
-    CUDA_CHECK(cudaMalloc(&memory, size_t(count) * sizeof(unsigned)));
-    bool kept = false;
-    const std::shared_ptr<void> owned(memory, [&kept](void* p) {
-      if (!kept) (void)cudaFree(p);
-    });
-    const Tickets tickets = zeroed(owned, count, stream);
-    kept = true;
-    return tickets;
-  }
-
-  static constexpr int64_t kLeast = 256;
-  std::mutex mutex_;
-  std::map<Owner, Tickets> of_;
-};
-
-// Those of a capture, of which each launch takes some. A capture that is not among the last ones
-// gets more.
-class CapturedTickets {
- public:
-  unsigned* take(const Owner& owner, int64_t count, const Capture& capture) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = std::find_if(left_.begin(), left_.end(),
-                                    [&](const auto& each) { return each.first == owner; });
-    Tickets& left = found != left_.end() ? found->second : add(owner);
-    if (left.count < count) left = make(std::max(count, kAtOnce), capture);
-    unsigned* const first = left.first;
-    left = {first + count, left.count - count};
-    return first;
-  }
-
- private:
-  Tickets& add(const Owner& owner) {
-    if (left_.size() == kCaptures) left_.pop_front();
-    left_.push_back({owner, {}});
-    return left_.back().second;
-  }
-
-  static Tickets make(int64_t count, const Capture& capture) {
-    const AllowUnsafeCalls allowed;
-    free_orphans();
-    const SideStream side;
-    const std::shared_ptr<void> memory = allocate_for_graph(size_t(count) * sizeof(unsigned));
-    const Tickets tickets = zeroed(memory, count, side);
-    CUDA_CHECK(cudaStreamSynchronize(side));
-    give_to_graph(capture, {memory});
-    return tickets;
-  }
-
-  static constexpr int64_t kAtOnce = 4096;
-  static constexpr size_t kCaptures = 16;
-  std::mutex mutex_;
-  std::deque<std::pair<Owner, Tickets>> left_;
-};
+Tickets make_for_graph(int64_t count, const Capture& capture) {
+  const AllowUnsafeCalls allowed;
+  free_orphans();
+  const SideStream side;
+  const std::shared_ptr<void> memory = allocate_for_graph(size_t(count) * sizeof(unsigned));
+  const Tickets tickets = zeroed(memory, count, side);
+  CUDA_CHECK(cudaStreamSynchronize(side));
+  give_to_graph(capture, {memory});
+  return tickets;
+}
 
 }  // namespace
 
 unsigned* take_tickets(int64_t count, cudaStream_t stream) {
-  // CUDA may be gone when statics die.
-  static auto* of_streams = new StreamTickets;
-  static auto* captured = new CapturedTickets;
+  // A device, whether it is a capture, and the id of that or of a stream.
+  using Owner = std::tuple<int, bool, unsigned long long>;
+  static std::mutex mutex;
+  static auto* of_all = new std::map<Owner, Tickets>;  // CUDA may be gone when statics die
+  constexpr int64_t kLeast = 256, kAtOnce = 4096;
   int device = 0;
   CUDA_CHECK(cudaGetDevice(&device));
   const Capture capture = current_capture(stream);
-  if (capture.id != 0) return captured->take({device, capture.id}, count, capture);
-  unsigned long long id = 0;
-  CUDA_CHECK(cudaStreamGetId(stream, &id));
-  return of_streams->take({device, id}, count, stream);
+  const bool is_captured = capture.id != 0;
+  unsigned long long id = capture.id;
+  if (!is_captured) CUDA_CHECK(cudaStreamGetId(stream, &id));
+  const std::lock_guard<std::mutex> lock(mutex);
+  Tickets& tickets = (*of_all)[{device, is_captured, id}];
+  if (tickets.count < count) {
+    tickets = is_captured ? make_for_graph(std::max(count, kAtOnce), capture)
+                          : make_for_stream(std::max({2 * tickets.count, count, kLeast}), stream);
+  }
+  unsigned* const first = tickets.first;
+  if (is_captured)
+    tickets = {first + count, tickets.count - count};  // the next launch takes others
+  return first;
 }
 
 }  // namespace ampfuse

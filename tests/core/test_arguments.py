@@ -271,11 +271,8 @@ def test_a_weight_of_another_type_is_refused_before_the_parameter_moves():
 
 def test_a_step_whose_middle_fails_leaves_lambs_moments_as_they_are():
     table = _core.C.ParamTable("lamb", CPU)
-    moments = torch.zeros(4, 4), torch.zeros(4, 4)
-    for algorithm, states in (
-        ("lamb", [[moment] for moment in moments]),
-        ("muon", [[torch.zeros(4, 4)]]),
-    ):
+    moments = [[torch.zeros(4, 4)], [torch.zeros(4, 4)]]
+    for algorithm, states in {"lamb": moments, "muon": [[torch.zeros(4, 4)]]}.items():
         param = torch.ones(4, 4, requires_grad=True)
         param.grad = torch.ones(4, 4)
         row = table.add_row(param, None, algorithm, algorithm=algorithm)
@@ -291,7 +288,7 @@ def test_a_step_whose_middle_fails_leaves_lambs_moments_as_they_are():
     assert table.plan.collect(None, write_back=False) == []
     with pytest.raises(KeyError):
         table.plan.update(**STEP, between=fail)
-    assert all(torch.equal(moment, torch.zeros(4, 4)) for moment in moments)
+    assert not any(moment.any() for (moment,) in moments)
 
 
 def test_all_that_is_written_gets_a_new_version(table):

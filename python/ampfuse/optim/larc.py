@@ -170,11 +170,6 @@ class Layerwise:
             grads, params = zip(*pairs, strict=True)
             tensor = lr.to(device, torch.float32) if isinstance(lr, Tensor) else None
             number = 0.0 if tensor is not None else float(lr)
-            values = {
-                **dataclasses.asdict(self),
-                "layerwise": 1,
-                "lr": number,
-                "weight_decay": decay,
-            }
+            values = dict(dataclasses.asdict(self), layerwise=1, lr=number, weight_decay=decay)
             steps, lists = torch.zeros(len(grads), device=device), (grads, params, [], [], grads)
             _core.C.step("layerwise", *lists, steps, None, tensor, values, None, None)
