@@ -312,6 +312,33 @@ def test_a_line_is_logged_for_each_power_of_two(caplog):
     assert bad.endswith(" 16 of 212 steps so far.")
 
 
+@pytest.mark.parametrize("way", RESUMES)
+def test_a_resumed_run_does_not_log_skips_again(way, caplog):
+    held = parameters(SHAPES)
+    optimizer = warm(optim.AdamW(held, max_skipped_steps=4), WARM._replace(in_a_row=0))
+    for i in range(3):
+        step(optimizer, i, math.nan)
+    other = RESUMES[way](optimizer, optim.AdamW(copy.deepcopy(held), max_skipped_steps=4))
+    caplog.clear()
+    for i in range(20):
+        step(other, i)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_the_truth_of_the_state_changes_no_checkpoint(is_empty):
+    """As torch.optim._stateless asks for it; torch.distributed.checkpoint alone gets all states."""
+    options = {"state_dtype": "8bit", "master_weights": "split", "skip_spikes": 6.0}
+    optimizer = optim.AdamW(parameters(SHAPES, bf16), **options)
+    if not is_empty:
+        step(optimizer, 0)
+    before = copy.deepcopy(optimizer.state_dict())
+    assert bool(optimizer.state) != is_empty
+    after = optimizer.state_dict()
+    assert after.keys() == before.keys()
+    assert repr(after) == repr(before)
+
+
 @pytest.mark.parametrize(("limit", "at"), [(1, range(4, 20)), (7, [10, 17]), (None, [])])
 @pytest.mark.parametrize(
     ("scale", "words"), [(math.nan, "the last was in head"), (50.0, "is far above the mean, 6")]

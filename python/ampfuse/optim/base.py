@@ -69,7 +69,7 @@ class AmpOptimizer(ScaledGradients):
         "_amp_session",  # amp's policy and loss scalers: a copy trains on under amp
     )
 
-    _skip_watch = cached_property(lambda _: SkipWatch())
+    _skip_watch = cached_property(lambda self: SkipWatch(self._step_history))  # a copy has one
     _meter: Meter | None = None
     _opt_called = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -130,17 +131,19 @@ _Kept = tuple[str, tuple[str, ...]]
 
 
 class StateOfParameters(defaultdict[Tensor, Any]):
-    """``optimizer.state`` of a fused optimizer: ``bool(state)`` makes all states and is True.
+    """``optimizer.state`` of a fused optimizer; torch.distributed.checkpoint finds it complete.
 
-    ``_init_optim_state`` in torch.distributed.checkpoint.state_dict evaluates it, before an
-    optimizer is read or states are loaded into it. If it were False, that function would make a
-    step with gradients of zero. For users, ``len(state)`` makes no states.
+    ``_init_optim_state`` in torch.distributed.checkpoint.state_dict evaluates ``bool(state)``
+    before an optimizer is read or states are loaded into it. If it were False, that function would
+    make a step with gradients of zero. So all states are made for that caller, and for no other.
     """
 
     states: States | None = None
 
     def __bool__(self) -> bool:
-        return (self.states is not None and self.states.make_all()) or len(self) > 0
+        if sys._getframe(1).f_code.co_name == "_init_optim_state" and self.states is not None:
+            return self.states.make_all() or len(self) > 0
+        return len(self) > 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict,), None, None, iter(self.items())
