@@ -397,6 +397,13 @@ def test_a_capsule_of_memory_that_is_not_there_is_an_error():
         torch.utils.dlpack.to_dlpack(initialized()(X).detach())
 
 
+@pytest.mark.parametrize("change", [lambda y: y.set_(torch.zeros(3)), lambda y: y.resize_(3)])
+def test_an_output_gets_no_other_memory(change):
+    output = initialized()(X).detach()
+    with pytest.raises(RuntimeError, match=r"is not supported on a model's output: call it on"):
+        change(output)
+
+
 def test_a_sparse_output_is_float32():
     model = returning(lambda y: y.to_sparse())
     output = model(X)

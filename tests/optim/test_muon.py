@@ -14,6 +14,7 @@ import cases
 from ampfuse import amp, optim
 from ampfuse._schema import STORAGES
 from ampfuse.optim import newton_schulz
+from ampfuse.optim.muon import step_bytes
 from ampfuse.optim.newton_schulz import JORDAN, orthogonalized, polynomials_of, product_dtype
 from cases import (
     assert_same,
@@ -25,6 +26,7 @@ from cases import (
     f64,
     give_gradients,
     losses_at,
+    most_allocated,
     parameters,
     params_of,
     same_bits,
@@ -477,6 +479,15 @@ def test_a_step_whose_products_fail_changes_nothing(scaled, clipped, monkeypatch
 
 def out_of_memory(*args):
     raise MemoryError
+
+
+def test_many_matrices_take_the_temporary_memory_that_is_said():
+    """Products are made of slices, on a CPU of smaller ones than on a GPU."""
+    optimizer = optim.Muon(parameters([(256, 256)] * 128))
+    give_gradients(params_of(optimizer), 0)
+    optimizer.step()
+    most, _ = most_allocated(optimizer.step)
+    assert most <= 1.01 * step_bytes(optimizer) < 1.4 * most
 
 
 def test_memory_report_says_what_a_step_takes():

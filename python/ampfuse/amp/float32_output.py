@@ -349,7 +349,7 @@ def _view(func: Any, of: Float32Output, *args: Any, **kwargs: Any) -> Any:
 
 def _change_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     """``unsqueeze_`` and the like change the tensor's shape and strides, not its memory."""
-    if func in (aten.resize_.default, aten.resize_as_.default) or func.name() == "aten::set_":
+    if func.overloadpacket in (aten.resize_, aten.resize_as_, aten.set_):
         raise RuntimeError(
             f"{func} is not supported on a model's output: call it on "
             "output.as_subclass(torch.Tensor).clone()."

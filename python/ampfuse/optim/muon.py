@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -193,18 +194,23 @@ def orthogonalize(weights: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
 
 def step_bytes(optimizer: torch.optim.Optimizer) -> int:
     """The most temporary memory of a step: updates, and the products of one shape."""
-    updates, batches = 0, defaultdict[Any, int](int)
+    updates, slice_, batches = 0, 0, defaultdict[Any, int](int)
     for group in optimizer.param_groups:
         if group.get("algorithm", "muon") != "muon":
             continue
         for param in group["params"]:
             itemsize = matrix_dtype(param.device).itemsize
+            slice_ = SLICE.get(param.device.type, SLICE["cpu"])
             updates += param.numel() * itemsize
             for view in matrices_of(_meta(param), group):
                 batches[view.shape[1:]] += view.numel() * itemsize
-    # The batch, its result, and three of a slice: twice the matrices, and Gram matrices.
-    products = max(batches.values(), default=0)
-    return updates + 2 * products + 3 * min(products, 4 * max(SLICE.values()))
+
+    def products(shape: tuple[int, ...], size: int) -> int:
+        """The batch, its result, and the most of two: the result in slices, and three of a slice
+        (twice the matrices, and Gram matrices)."""
+        return 2 * size + max(size, 3 * min(size, 4 * max(slice_, math.prod(shape))))
+
+    return updates + max(itertools.starmap(products, batches.items()), default=0)
 
 
 def _rate_factor(rows: int, columns: int, group: dict[str, Any]) -> float:
