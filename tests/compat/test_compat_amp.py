@@ -93,6 +93,15 @@ def test_each_overflow_is_printed_as_apex_did(level, options, printed, capsys, c
     assert "Gradient overflow" not in caplog.text  # not twice
 
 
+def test_overflows_are_not_printed_after_the_script_mutes_apex(capsys):
+    model, optimizer = start("O2", verbosity=1)
+    state.verbosity = 0
+    train(model, optimizer, INF)
+    state.verbosity = 1
+    train(model, optimizer, INF)
+    assert capsys.readouterr().out.splitlines() == [told(0, 16384.0)]
+
+
 def test_an_overflow_of_several_optimizers_is_printed_once(capsys):
     models = [Net(), Net()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -238,6 +247,17 @@ def test_state_before_initialize(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("level", ["O2", "O0"])
+def test_frozen_parameters_are_in_no_list_of_the_stash(level):
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    stash = optimizer._amp_stash
+    found = stash.all_fp16_params if level == "O2" else stash.all_fp32_from_fp32_params
+    assert [id(p) for p in found] == [id(model[1].weight)]
+
+
 @pytest.mark.parametrize("level", ["O2", "O3", "O0"])
 def test_stash(level):
     model, optimizer = start(level)
@@ -317,11 +337,14 @@ def test_loss_scaler_unscales_and_adapts():
 def test_loss_scalers_load_with_weights_only_after_install():
     """Also where none was created yet."""
     scaler = LossScaler(4.0)
+    by_hand = apex.fp16_utils.LossScaler(4.0), apex.fp16_utils.DynamicLossScaler(4.0)
     apex.uninstall()
-    with pytest.raises(pickle.UnpicklingError, match="LossScaler"):
-        through_a_file(scaler)
+    for each in (scaler, *by_hand):
+        with pytest.raises(pickle.UnpicklingError, match="LossScaler"):
+            through_a_file(each)
     apex.install()
     assert through_a_file(scaler).loss_scale() == 4.0
+    assert [through_a_file(each).loss_scale for each in by_hand] == [4.0, 4.0]
     apex.uninstall()
     start("O2")
     assert through_a_file(scaler).loss_scale() == 4.0
@@ -437,6 +460,10 @@ def test_what_a_checked_pass_found_is_in_the_buffer():
         train(model, optimizer, factor)
         assert scaler._has_overflow is overflows
     assert scaler.loss_scale() == 32768.0
+    model, optimizer = start("O2", num_losses=2)
+    for loss_id, factor in enumerate((1e-3, INF)):
+        backward(model, optimizer, factor, loss_id=loss_id)
+    assert [each._has_overflow for each in state.loss_scalers] == [False, True]
     static, optimizer = start("O2", loss_scale=4.0)
     backward(static, optimizer, INF, delay_overflow_check=True)
     assert state.loss_scalers[0]._has_overflow

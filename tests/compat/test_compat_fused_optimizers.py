@@ -318,11 +318,11 @@ def test_groups_know_their_step(name):
     assert [int(group.get("step", -1)) for group in resumed.param_groups] == [4, -1, 1]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "FusedAdam of contrib", "FusedSGD of contrib"])
 def test_hooks_run_once_a_step(name):
     """Classes of which there are instances have hooks of torch's in their step: here all bases."""
     public = [*vars(optim).values(), *(vars(optimizers)[each] for each in optimizers.__all__)]
-    for cls in reversed(getattr(optimizers, name).__mro__):
+    for cls in reversed(kind_of(name).func.__mro__):
         if cls in public and cls is not optim.AmpOptimizer:
             cls(start(), lr=0.1)
     optimizer, calls = make(name, start()), []
@@ -510,6 +510,20 @@ def test_contribs_fused_adam_scales_the_gradients_of_its_closure():
     assert_same([p.grad for p in ps], [8 * g for g in gradients])
     with pytest.raises(ValueError, match="output_params has 1 tensors for 3 parameters"):
         optimizer.step(output_params=[torch.empty(1)])
+
+
+@pytest.mark.parametrize("kind", ["FusedAdam", "FusedSGD"])
+def test_contribs_optimizers_divide_half_gradients_in_float(kind):
+    make = getattr(apex.contrib.optimizers, kind)
+    halves = [nn.Parameter(torch.ones(4, dtype=f16))]
+    floats = [nn.Parameter(torch.ones(4))]
+    optimizer, plain = (make(each, lr=64.0) for each in (halves, floats))
+    halves[0].grad = torch.full((4,), 1e-3, dtype=f16)
+    floats[0].grad = halves[0].grad.float()
+    for each in (optimizer, plain):
+        each.step(scale=2.0**16)
+    assert_same(halves, [p.to(f16) for p in floats])
+    assert (plain.param_groups[0]["params"][0] != 1).all()
 
 
 @pytest.mark.parametrize("half", [False, True])

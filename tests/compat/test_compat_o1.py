@@ -190,6 +190,20 @@ def test_cpu_gives_float(low, region):
     assert torch.Tensor.cpu is original
 
 
+@both
+@halves
+def test_a_power_that_is_assigned_is_float(low, region):
+    """``**=`` reaches no function that autocast or a replaced ``Tensor.pow_`` could cast."""
+    REGIONS[region](low)
+    for dtype, expected in ((low, f32), (f32, f32), (f64, f64)):
+        x = torch.full((2,), 300.0, dtype=dtype)
+        x **= 2
+        assert (x.dtype, x.tolist()) == (
+            expected,
+            [torch.tensor(300.0, dtype=dtype).item() ** 2] * 2,
+        )
+
+
 @halves
 def test_binary_cross_entropy_is_banned_on_half(low):
     def loss(dtype):

@@ -28,7 +28,7 @@ def deprecated_warning(msg: str) -> None:
     warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=2)
 
 
-# Names of apex's modules whose contents a module of another name has here.
+# apex module names that another module serves here.
 _ALIASES = {
     "amp.amp": amp,
     "amp.opt": amp.handle,

@@ -27,7 +27,7 @@ class LeftOut(importlib.abc.MetaPathFinder):
     """Meta-path finder, placed last: raises an error that names the replacement for a module of
     apex that ampfuse lacks.
 
-    Python looks for a submodule also where ``from package import name`` finds no attribute.
+    ``from package import name`` also asks the finders if `name` is not an attribute.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
@@ -37,7 +37,7 @@ class LeftOut(importlib.abc.MetaPathFinder):
             name = fullname.replace(_HERE, "apex", 1)
             known = (start for start in _INSTEAD if f"{name}.".startswith(f"{start}."))
             instead = _INSTEAD.get(max(known, key=len, default=""), "torch's own modules")
-            # Under the name that Python asked for it would drop this message.
+            # With the requested name, `from apex import x` would swallow this error.
             raise ModuleNotFoundError(
                 f"ampfuse does not provide {name}: use {instead}; docs/from_apex.md lists "
                 "what replaces apex's names.",
@@ -126,6 +126,8 @@ def _old_pickles() -> list[Any]:
     return [
         amp.scaler.LossScaler,
         (amp.scaler.LossScaler, "apex.amp.scaler.LossScaler"),
+        fp16_utils.LossScaler,
+        fp16_utils.DynamicLossScaler,
         (fp16_utils.LossScaler, "apex.fp16_utils.loss_scaler.LossScaler"),
         (fp16_utils.DynamicLossScaler, "apex.fp16_utils.loss_scaler.DynamicLossScaler"),
     ]

@@ -124,7 +124,10 @@ def multi_tensor_adam_capturable(noop_flag: Tensor, lists: Lists, numbers: Numbe
     | dict.fromkeys(("exp_avg", "exp_avg_sq", "params"), "float32"),
 )
 def multi_tensor_adam_capturable_master(noop_flag: Tensor, lists: Lists, numbers: Numbers) -> None:
-    """The same on float32 masters, the fifth list; the parameters become what these round to."""
+    """Like :func:`multi_tensor_adam_capturable`, on float32 masters, which are the fifth list.
+
+    The parameters receive the rounded masters.
+    """
     _capturable_adam(noop_flag, lists, numbers)
 
 
@@ -201,7 +204,7 @@ def multi_tensor_lamb_stage1_cuda(noop_flag: Tensor, lists: Lists, numbers: Numb
     """
     decays = numbers["per_tensor_decay"].tolist()
     numbers = numbers | {"step": numbers["step"] + 1}
-    for decay in dict.fromkeys(decays):  # a call of the kernel has one
+    for decay in dict.fromkeys(decays):  # the kernel takes one per call
         has_it = [d == decay for d in decays]
         same_decay = {
             name: list(itertools.compress(tensors, has_it)) for name, tensors in lists.items()

@@ -49,7 +49,7 @@ class MLP(nn.Module):
     )
 
     def reset_parameters(self) -> None:
-        """Normal values: of Glorot's deviation, and biases of 1 / sqrt(out)."""
+        """Initialize weights Glorot-normal, biases normal with a deviation of 1 / sqrt(out)."""
         for param in self.parameters():
             is_weight = param.dim() == 2
             variance = 2 / sum(param.shape) if is_weight else 1 / len(param)

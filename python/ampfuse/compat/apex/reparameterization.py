@@ -33,7 +33,7 @@ class WeightNorm:
         setattr(owner, name, v * (g / self._norm(v)))
 
     def remove(self, module: nn.Module) -> None:
-        """Have the weight be a parameter of its present value again."""
+        """Turn the weight back into a plain parameter with its present value."""
         self(module)
         owner, name = _owner(module, self.name)
         weight = getattr(owner, name).detach()

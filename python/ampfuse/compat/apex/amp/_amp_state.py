@@ -100,15 +100,15 @@ class AmpOptimizerState:
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        return [
-            [p for p in g if not isinstance(p, MasterParameter) and p.dtype not in HALF_DTYPES]
-            for g in self._groups()
-        ]
+        """Trainable FP32 weights of the model."""
+        groups = [[p for p in g if not isinstance(p, MasterParameter)] for g in self._groups()]
+        return [[p for p in g if p.requires_grad and p.dtype not in HALF_DTYPES] for g in groups]
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
-        """Half weights: those that have masters or, if none do, those stepped directly."""
-        unmastered = [p for g in self._groups() for p in g if p.dtype in HALF_DTYPES]
+        """Trainable half weights: those with masters, or else those that are stepped directly."""
+        params = [p for g in self._groups() for p in g if p.requires_grad]
+        unmastered = [p for p in params if p.dtype in HALF_DTYPES]
         return unmastered or [p for group in self.fp16_groups for p in group]
 
     @property

@@ -22,7 +22,7 @@ from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import Casts, install
 from ampfuse.amp.function_casts import install_registered, restore_registered
 from ampfuse.amp.policy import O1, O4
-from ampfuse.compat.apex.amp._amp_state import _amp_state
+from ampfuse.compat.apex.amp._amp_state import _amp_state, maybe_print
 from ampfuse.compat.apex.amp.o1_functions import replace_functions
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
@@ -33,12 +33,14 @@ def after_pass(
     session: sessions.Session, loss_id: int, optimizers: list[Any], delay_unscale: bool,
     delay_overflow_check: bool,
 ) -> None:  # fmt: skip
-    """What else ``scale_loss`` does: it tells the scaler of the pass, and prints an overflow."""
+    """Called at the end of ``scale_loss``: the scaler learns of the pass, and overflows print."""
     scaler = session.loss_scalers[loss_id]
     if isinstance(scaler, LossScaler) and not delay_unscale:
         has_followed = scaler.dynamic and not delay_overflow_check
         scaler.after_pass(optimizers, scale_has_followed=has_followed)
         if not delay_overflow_check:
+            if len(session.loss_scalers) > 1:
+                scaler.read_flags()  # those of the optimizers are of the next pass soon
             _report_overflows(session, loss_id, optimizers)
 
 
@@ -50,7 +52,7 @@ _passes: deque[tuple[int, Sample]] = deque()
 def _report_overflows(session: sessions.Session, loss_id: int, optimizers: list[Any]) -> None:
     """Print apex's line for each overflow that is known by now: on a GPU some passes later."""
     scaler, scale = session.loss_scalers[loss_id], session.loss_scalers[loss_id].current
-    if not (scaler.dynamic and session.verbosity >= 1) or is_captured(scale):
+    if not scaler.dynamic or is_captured(scale):
         return
     flags = [optimizer.pass_found_inf_flag for optimizer in optimizers]
     _passes.append((loss_id, Sample(scale, *flags)))
@@ -59,7 +61,7 @@ def _report_overflows(session: sessions.Session, loss_id: int, optimizers: list[
         new_scale, *overflows = sample.values()
         if any(overflows):
             line = f"Gradient overflow.  Skipping step, loss scaler {number} reducing loss scale to"
-            print(f"{line} {new_scale}")
+            maybe_print(f"{line} {new_scale}")
 
 
 class NoOpHandle:

@@ -20,8 +20,8 @@ _allows_banned = False  # of the latest call
 def replace_functions(allow_banned: bool = False) -> None:
     """Replace what apex's O1 does besides autocast, until ``_deactivate()`` of the handle.
 
-    ``x.cpu()`` returns FP32, and in-place functions that leave the range of half refuse half. So
-    does binary cross-entropy, which with `allow_banned` is computed in FP32.
+    ``x.cpu()`` returns FP32, ``x **= 2`` makes x FP32, and in-place functions that leave the range
+    of half refuse half. So does binary cross-entropy; `allow_banned` computes it in FP32.
     """
     global _allows_banned
     _allows_banned = allow_banned
@@ -29,6 +29,7 @@ def replace_functions(allow_banned: bool = False) -> None:
         for name in names.split():
             install_once(owner, name, lambda f: _where_half(f, _refusal(f, f.__name__[:-1]), 1))
     install_once(Tensor, "cpu", _cpu_in_float)
+    install_once(Tensor, "__ipow__", lambda f: _where_half(f, lambda x, y: x.float() ** y, 1))
     install_once(F, "binary_cross_entropy", _banned)
 
 

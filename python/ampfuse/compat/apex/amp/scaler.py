@@ -52,6 +52,15 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
 
         After a pass with ``delay_overflow_check`` it inspects the gradients at this moment.
         """
+        return self.read_flags()
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._buffer_has_followed = True
+
+    def read_flags(self) -> Tensor:
+        """Take the flags of the latest pass into ``_overflow_buf``, once, and return it."""
         if self._buffer is None:
             self._buffer = torch.zeros(1, dtype=torch.int32, device=self.current.device)
         if not self._buffer_has_followed:
@@ -61,11 +70,6 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
                 overflow = each.pass_found_inf_flag if is_known else each.inspect_gradients()
                 set_flag(self._buffer, overflow)
         return self._buffer
-
-    @_overflow_buf.setter
-    def _overflow_buf(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-        self._buffer_has_followed = True
 
     @property
     def _has_overflow(self) -> bool:

@@ -4,11 +4,67 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ampfuse.compat.apex import optimizers
 from ampfuse.compat.apex.optimizers import FP16_Optimizer as FP16_Optimizer
 from ampfuse.compat.apex.optimizers import FusedLAMB as FusedLAMB
-from ampfuse.compat.apex.optimizers import FusedSGD as FusedSGD
-from ampfuse.compat.apex.optimizers.of_2019 import StepsOnGivenGradients
+from ampfuse.optim.param_groups import parameters
+
+
+class StepsOnGivenGradients(optimizers.ApexOptimizer, own_step=False):
+    """Mixin: the `step` of 2019."""
+
+    @torch.no_grad()
+    def step(
+        self, closure: Any = None, grads: Any = None, output_params: Any = None, scale: Any = 1.0,
+        grad_norms: Any = None,
+    ) -> Any:  # fmt: skip
+        """One step, on `grads`, or the parameters' own, divided by `scale`. `.grad` stays scaled.
+
+        `grads` and `output_params`, which receive the parameters, rounded, are tensors, or lists of
+        them for each group, as many as there are parameters. `grad_norms` are taken anew.
+        """
+        params = list(parameters(self))
+        own: list[Tensor | None] = []
+        given, outputs = _flat(grads), _flat(output_params)
+        for name, tensors in (("grads", given), ("output_params", outputs)):
+            if tensors is not None and len(tensors) != len(params):
+                problem = f"{len(tensors)} tensors for {len(params)} parameters"
+                raise ValueError(f"{name} has {problem}.")
+
+        def evaluate() -> Any:
+            loss = closure() if closure is not None else None
+            if given is not None:
+                own.extend(param.grad for param in params)
+                for param, grad in zip(params, given, strict=True):
+                    param.grad = None if grad is None else grad.to(param.dtype)
+            return loss
+
+        self.most_recent_scale = float(scale)
+        try:
+            # Not super(): torch has hooked the step of each class that was instantiated.
+            result = optimizers.ApexOptimizer.step(self, evaluate)
+        finally:
+            self.most_recent_scale = 1.0
+            for param, grad in zip(params, own, strict=False):  # none, if none were replaced
+                param.grad = grad
+        if outputs is not None:
+            for out, param in zip(outputs, params, strict=True):
+                out.copy_(param)
+        return result
+
+
+def _flat(tensors: Any) -> list[Tensor] | None:
+    """The tensors of a list, or of a list for each group."""
+    if tensors is None:
+        return None
+    return [t for each in tensors for t in (each if isinstance(each, (list, tuple)) else [each])]
+
+
+class FusedSGD(StepsOnGivenGradients, optimizers.FusedSGD, own_step=False):
+    """:class:`apex.optimizers.FusedSGD`, which also steps on gradients that it is given."""
 
 
 class FusedAdam(StepsOnGivenGradients, optimizers.FusedAdam, own_step=False):  # type: ignore[misc]

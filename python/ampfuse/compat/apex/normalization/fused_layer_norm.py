@@ -1,8 +1,8 @@
 """``apex.normalization.fused_layer_norm`` on ampfuse's layer and RMS norms.
 
 They normalize over the last dimensions, `normalized_shape`. Statistics and weights are applied in
-FP32 whatever the types, and the result is rounded once: to the input's type, or in what is called
-mixed to the weights'. `memory_efficient` has no effect.
+FP32 whatever the types, and the result is rounded once: to the input's type, or, by the ``Mixed``
+variants, to the weights' type. `memory_efficient` has no effect.
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
     """
 
     set_grad_none = True
+    most_recent_scale = 1.0  # divides the gradients of a step
     skip_by_default = False
-    _not_in_groups = frozenset()  # apex's groups have names of ours
+    _not_in_groups = frozenset()  # apex's groups contain keys that are optimizer-wide options here
     _copied = (*FusedOptimizer._copied, "set_grad_none")
 
     # Options of ours that groups have, and our constructors do not.
@@ -81,7 +82,8 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
         return torch.zeros(1, dtype=torch.int32, device=device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        # The base's by name: hooks that torch has put on classes in between would run once more.
+        # Not super(): torch hooks the step of each class that was instantiated, and a base's hooks
+        # would run a second time.
         result = FusedOptimizer.step(self, closure)
         if self.algorithm.uses_count:
             groups = self.param_groups
@@ -90,6 +92,14 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
                 if len(steps):
                     group["step"] = steps.amax()
         return result
+
+    def _gradient_scale(self) -> tuple[Tensor | None, bool, bool]:
+        if self.most_recent_scale == 1:
+            return super()._gradient_scale()
+        device = self._rows.params[0].device
+        scale = torch.full((), self.most_recent_scale, dtype=torch.float32, device=device)
+        scaler = self.__dict__.get("grad_scale")
+        return (scale if scaler is None else scale * scaler), False, False
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop gradients or zero them; by default as `set_grad_none` said."""
@@ -253,7 +263,6 @@ class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
         self.materialize_master_grads = options.pop("materialize_master_grads")
         self.requires_lr = lr is None
         self.construct(options | {"lr": 0.0 if lr is None else lr})
-        self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -267,14 +276,6 @@ class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
         result = super().step(closure)
         self.most_recent_scale, self.scale_set_by_backward = 1.0, False
         return result
-
-    def _gradient_scale(self) -> tuple[Tensor | None, bool, bool]:
-        if self.most_recent_scale == 1:
-            return super()._gradient_scale()
-        device = self._rows.params[0].device
-        scale = torch.full((), self.most_recent_scale, dtype=torch.float32, device=device)
-        scaler = self.__dict__.get("grad_scale")
-        return (scale if scaler is None else scale * scaler), False, False
 
 
 class FusedLAMB(ApexOptimizer, optim.LAMB):
@@ -297,7 +298,7 @@ class FusedLAMB(ApexOptimizer, optim.LAMB):
     ) -> None:  # fmt: skip
         options = dict(locals())
         is_unclipped = max_grad_norm in (None, math.inf)
-        # 0 would mean no clipping to our constructor; the smallest double is 0 in FP32, and so
+        # 0 would mean no clipping to our constructor. The smallest normal double is 0 in FP32 and
         # zeroes all gradients, as in apex.
         options["max_grad_norm"] = None if is_unclipped else max_grad_norm or sys.float_info.min
         self.construct(options)

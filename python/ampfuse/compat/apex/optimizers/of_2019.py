@@ -16,7 +16,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from ampfuse.compat.apex import fp16_utils
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim.fused import FusedOptimizer
-from ampfuse.optim.param_groups import parameters
 
 # Arguments of FusedAdam's constructor. Any of them makes it step as it did then.
 _ARGUMENTS = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
@@ -62,51 +61,6 @@ class StepsAsIn2019(FusedOptimizer, own_step=False):
         finally:
             for group, (lr, corrects) in zip(groups, rates, strict=True):
                 group.update(lr=lr, bias_correction=corrects)
-
-
-class StepsOnGivenGradients(FusedOptimizer, own_step=False):
-    """Mixin of the FusedAdam that was in ``apex.contrib``: its `step`."""
-
-    @torch.no_grad()
-    def step(
-        self, closure: Any = None, grads: Any = None, output_params: Any = None, scale: Any = 1.0,
-        grad_norms: Any = None,
-    ) -> Any:  # fmt: skip
-        """One step, on `grads`, or the parameters' own, divided by `scale`. `.grad` stays scaled.
-
-        `grads` and `output_params`, which receive the parameters, rounded, are tensors, or lists of
-        them for each group, as many as there are parameters. `grad_norms` are taken anew.
-        """
-        params = list(parameters(self))
-        own: list[Tensor | None] = []
-        given, outputs = _flat(grads), _flat(output_params)
-        for name, tensors in (("grads", given), ("output_params", outputs)):
-            if tensors is not None and len(tensors) != len(params):
-                problem = f"{len(tensors)} tensors for {len(params)} parameters"
-                raise ValueError(f"{name} has {problem}.")
-
-        def evaluate() -> Any:
-            loss = closure() if closure is not None else None
-            if given is not None or scale != 1.0:
-                own.extend(param.grad for param in params)
-                for param, grad in zip(params, own if given is None else given, strict=True):
-                    param.grad = None if grad is None else grad.to(param.dtype) / scale
-            return loss
-
-        result = super().step(evaluate)
-        for param, grad in zip(params, own, strict=False):  # none, if none were replaced
-            param.grad = grad
-        if outputs is not None:
-            for out, param in zip(outputs, params, strict=True):
-                out.copy_(param)
-        return result
-
-
-def _flat(tensors: Any) -> list[Tensor] | None:
-    """The tensors of a list, or of a list for each group."""
-    if tensors is None:
-        return None
-    return [t for each in tensors for t in (each if isinstance(each, (list, tuple)) else [each])]
 
 
 def _clip_each_group(adam: Any) -> None:
