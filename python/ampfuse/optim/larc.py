@@ -171,5 +171,8 @@ class Layerwise:
             tensor = lr.to(device, torch.float32) if isinstance(lr, Tensor) else None
             number = 0.0 if tensor is not None else float(lr)
             values = dict(dataclasses.asdict(self), layerwise=1, lr=number, weight_decay=decay)
-            steps, lists = torch.zeros(len(grads), device=device), (grads, params, [], [], grads)
-            _core.C.step("layerwise", *lists, steps, None, tensor, values, None, None)
+            steps = torch.zeros(len(grads), device=device)  # not read
+            _core.C.step(
+                "layerwise", grads, params, [], [], grads,
+                steps, None, tensor, values, None, None,
+            )  # fmt: skip
