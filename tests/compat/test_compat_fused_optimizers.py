@@ -512,6 +512,38 @@ def test_contribs_fused_adam_scales_the_gradients_of_its_closure():
         optimizer.step(output_params=[torch.empty(1)])
 
 
+def test_contribs_fused_adam_clips_each_group_of_scaled_gradients():
+    ps = start()
+    twins = copy.deepcopy(ps)
+    options = {"lr": 0.05, "max_grad_norm": 0.5}
+    optimizer, plain = (
+        apex.contrib.optimizers.FusedAdam([{"params": p[:1]}, {"params": p[1:]}], **options)
+        for p in (ps, twins)
+    )
+    for t in (1, 2):
+        scaled = [8 * g for g in give_gradients(twins, t)]
+        for p, g in zip(ps, scaled, strict=True):
+            p.grad = g.clone()
+        optimizer.step(scale=8.0)
+        plain.step()
+        assert_same([p.grad for p in ps], scaled)
+    for p, twin in zip(ps, twins, strict=True):
+        assert_close(p, twin)
+
+
+def test_contribs_fused_sgd_divides_by_both_scales():
+    ps = start()
+    twins = copy.deepcopy(ps)
+    optimizer, plain = (apex.contrib.optimizers.FusedSGD(each, lr=0.05) for each in (ps, twins))
+    give_gradients(ps, 1, scale=32.0)
+    give_gradients(twins, 1)
+    optimizer.most_recent_scale, optimizer.scale_set_by_backward = 4.0, True
+    optimizer.step(scale=8.0)
+    plain.step()
+    assert_same(ps, twins)
+    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
+
+
 @pytest.mark.parametrize("kind", ["FusedAdam", "FusedSGD"])
 def test_contribs_optimizers_divide_half_gradients_in_float(kind):
     make = getattr(apex.contrib.optimizers, kind)

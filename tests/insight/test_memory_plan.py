@@ -176,7 +176,7 @@ def test_batch_norms_are_recomputed_where_there_are_any():
 
 def test_language_models_of_transformers_are_planned_without_logits():
     hf = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
     config = hf.LlamaConfig(vocab_size=32000, intermediate_size=128, use_cache=False, **sizes)
     tokens = torch.empty(2, 256, dtype=torch.int64, device="meta")
     batch = {"input_ids": tokens, "labels": tokens}
@@ -355,7 +355,7 @@ def test_the_command_plans_models_by_name(capsys):
         output, errors = capsys.readouterr()
         return status, output, errors.strip().rpartition("\n")[-1]
 
-    sizes = "hidden_size=64 num_hidden_layers=2 num_attention_heads=4 intermediate_size=128"
+    sizes = "hidden_size=64 num_hidden_layers=1 num_attention_heads=4 intermediate_size=128"
     for arguments, says in (
         (["--timm", "resnet18", "--image", "64", "--optimizer", "SGD"], "SGD, 11,689,512 param"),
         (["--hf", "llama", "--tokens", "64", "--set", *sizes.split()], "LinearCrossEntropy"),

@@ -36,18 +36,20 @@ class StepsOnGivenGradients(optimizers.ApexOptimizer, own_step=False):
 
         def evaluate() -> Any:
             loss = closure() if closure is not None else None
-            if given is not None:
+            if given is not None or scale != 1.0:  # copies, as they may be clipped
                 own.extend(param.grad for param in params)
-                for param, grad in zip(params, given, strict=True):
-                    param.grad = None if grad is None else grad.to(param.dtype)
+                for param, grad in zip(params, own if given is None else given, strict=True):
+                    param.grad = None if grad is None else grad.to(param.dtype, copy=True)
             return loss
 
-        self.most_recent_scale = float(scale)
+        earlier = self.most_recent_scale
+        self.most_recent_scale *= float(scale)
         try:
             # Not super(): torch has hooked the step of each class that was instantiated.
             result = optimizers.ApexOptimizer.step(self, evaluate)
+            earlier = 1.0
         finally:
-            self.most_recent_scale = 1.0
+            self.most_recent_scale = earlier
             for param, grad in zip(params, own, strict=False):  # none, if none were replaced
                 param.grad = grad
         if outputs is not None:

@@ -49,7 +49,9 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
     """
 
     set_grad_none = True
-    most_recent_scale = 1.0  # divides the gradients of a step
+    # Divides the gradients of the next step. (In apex both are attributes of FusedSGD.)
+    most_recent_scale = 1.0
+    scale_set_by_backward = False
     skip_by_default = False
     _not_in_groups = frozenset()  # apex's groups contain keys that are optimizer-wide options here
     _copied = (*FusedOptimizer._copied, "set_grad_none")
@@ -85,6 +87,7 @@ class ApexOptimizer(FusedOptimizer, own_step=False):
         # Not super(): torch hooks the step of each class that was instantiated, and a base's hooks
         # would run a second time.
         result = FusedOptimizer.step(self, closure)
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
         if self.algorithm.uses_count:
             groups = self.param_groups
             counts = self.param_table().steps().split([len(group["params"]) for group in groups])
@@ -242,7 +245,8 @@ class FusedAdam(of_2019.StepsAsIn2019, ApexOptimizer, optim.Adam, own_step=False
 class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
     """:class:`ampfuse.optim.SGD` with apex's arguments.
 
-    `lr` is required, here or in every group (ValueError). `wd_after_momentum` adds the weight decay
+    `lr` is required, here or in every group (ValueError). `step` divides the gradients by
+    ``most_recent_scale``, which is 1 again after it. `wd_after_momentum` adds the weight decay
     after the momentum instead of before it. `materialize_master_grads` has no effect.
     """
 
@@ -263,19 +267,12 @@ class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
         self.materialize_master_grads = options.pop("materialize_master_grads")
         self.requires_lr = lr is None
         self.construct(options | {"lr": 0.0 if lr is None else lr})
-        self.scale_set_by_backward = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which must have `lr` if the constructor got none (ValueError)."""
         if self.requires_lr and isinstance(param_group, dict) and "lr" not in param_group:
             raise ValueError("FusedSGD needs a learning rate: pass lr, here or for all groups.")
         super().add_param_group(param_group)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on gradients divided by ``most_recent_scale``, which is 1 again after it."""
-        result = super().step(closure)
-        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
-        return result
 
 
 class FusedLAMB(ApexOptimizer, optim.LAMB):

@@ -17,7 +17,8 @@ from ampfuse.compat.apex import fp16_utils
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim.fused import FusedOptimizer
 
-# Arguments of FusedAdam's constructor. Any of them makes it step as it did then.
+# Arguments of FusedAdam's constructor. Any of them makes it step as it did then. The last two have
+# no other effect.
 _ARGUMENTS = ("eps_inside_sqrt", "max_grad_norm", "use_mt", "amp_scale_adjustment")
 
 
@@ -68,12 +69,11 @@ def _clip_each_group(adam: Any) -> None:
     if len(norms) == 1 and norms[0] > 0:
         adam.clip_once = float(norms[0])  # without a pass of its own
         return
-    scale = adam.__dict__.get("grad_scale")
+    scale = adam.most_recent_scale * adam.__dict__.get("grad_scale", 1.0)
     for group, norm in zip(adam.param_groups, norms, strict=True):
         if norm > 0:
             grads = [p.grad.float() for p in group["params"] if p.grad is not None]
-            largest = norm if scale is None else norm * scale
-            clip_grads_with_norm_(group["params"], largest, get_total_norm(grads))
+            clip_grads_with_norm_(group["params"], norm * scale, get_total_norm(grads))
 
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
