@@ -265,6 +265,20 @@ def test_weights_beyond_float16_are_named(level, value, kind):
     assert "when amp.initialize cast it to float16" in cause.suggestion
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_an_input_beyond_float16_is_of_the_line_that_calls_the_model(level):
+    model, x = nn.Sequential(nn.Linear(4, 2)), torch.full((3, 4), 1e5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with (
+        amp.explain_overflow(model) as watch,
+        amp.scale_loss(model(x).square().mean(), optimizer) as scaled,
+    ):
+        scaled.backward()
+    assert "test_explain_overflow.py" in str(watch.explanation)
+    assert "pytree.py" not in str(watch.explanation)
+
+
 def with_a_bad_weight():
     model = planted(lambda x: x).half()
     model[1].weight.data[3] = math.nan

@@ -320,6 +320,26 @@ def test_a_model_may_have_no_optimizer():
     assert model.layers[0].weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_two_models_that_fabric_sets_up_both_train(level):
+    """As a generator and a discriminator do; a frozen model makes neither forgotten."""
+    plugin = fabric.AmpFuse(level, verbosity=0)
+    made = lightning.Fabric(accelerator="cpu", plugins=plugin)
+    models = [torch.nn.Linear(4, 4) for _ in range(2)]
+    pairs = [plugin.setup(made, each, torch.optim.SGD(each.parameters(), 0.1)) for each in models]
+    plugin.setup(made, torch.nn.Linear(4, 4).requires_grad_(False))
+    x = torch.rand(2, 4)
+    for model, optimizer in pairs:
+        made.backward(model(x).mean())
+        masters = list(amp.master_params(optimizer))
+        (weight, bias), before = [p.grad for p in masters], [p.detach().clone() for p in masters]
+        torch.testing.assert_close(weight, (x.mean(0) / 4).expand(4, 4), rtol=1e-2, atol=0)
+        torch.testing.assert_close(bias, torch.full((4,), 0.25))
+        optimizer.step()
+        for param, was, grad in zip(masters, before, (weight, bias), strict=True):
+            torch.testing.assert_close(param.detach(), was - 0.1 * grad)
+
+
 def test_two_calls_for_one_accelerator_are_as_one():
     one, two = two_networks(1), two_networks(2)
     assert_same(two[:2], one[:2])

@@ -277,6 +277,10 @@ def test_a_head_tells_what_is_wrong():
     for block_rows in (0, -1):
         with pytest.raises(ValueError, match=f"at least 1, or None; got {block_rows}"):
             linear_cross_entropy(x, weight, target - 1, block_rows=block_rows)
+    with pytest.raises(ValueError, match="reduction must be"):
+        linear_cross_entropy(x, weight, target - 1, reduction="max")
+    with pytest.raises(ValueError, match="label_smoothing must be"):
+        linear_cross_entropy(x, weight, target - 1, label_smoothing=1.5)
     assert linear_cross_entropy(x[:0], weight, target[:0], reduction="sum") == 0
     none = linear_cross_entropy(
         x[:0].view(0, 5, 3), weight, target[:0].view(0, 5), reduction="none"

@@ -466,6 +466,19 @@ def test_rms_norms_of_others_are_known_by_what_they_compute(name):
         torch.testing.assert_close(compiled(x), plain.result)
 
 
+def test_a_norm_is_known_by_its_instance_too():
+    sometimes = computes(lambda self, x: rms(self, x) * getattr(self, "factor", 1))
+    assert set(fuse(PreNorm(sometimes)).fused) == {"norm1", "norm2"}
+    assert not fuse(PreNorm(partial(sometimes, factor=2))).fused
+
+
+def test_activations_alone_take_numbers():
+    model, x = nn.Sequential(nn.GELU(), nn.SiLU()), torch.tensor(0.5)
+    plain = model(x)
+    fuse(model)
+    torch.testing.assert_close(model(x), plain)
+
+
 @pytest.mark.parametrize("make", [partial(PreNorm, nn.LayerNorm), Gated, Functions, *TAKEN_APART])
 @compilers
 def test_fused_models_compile_in_one_graph(backend, make):

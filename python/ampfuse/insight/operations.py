@@ -27,7 +27,7 @@ from ampfuse.torch_utils import disable_current_modes
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _AMPFUSE = os.path.dirname(os.path.dirname(__file__))
 # Frames in these files are not the user's.
-_PARTS = ("amp/", "compat/", "insight/", "nn/", "optim/", "torch_utils.py")
+_PARTS = ("amp/", "compat/", "insight/", "nn/", "optim/", "pytree.py", "torch_utils.py")
 _INTERNAL = (_TORCH, contextlib.__file__, *(os.path.join(_AMPFUSE, part) for part in _PARTS))
 # The functions of torch that are written in Python, such as F.cross_entropy.
 _FUNCTIONAL = (os.path.join(_TORCH, "nn", "functional.py"), os.path.join(_TORCH, "functional.py"))

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from ampfuse import amp
 from ampfuse.amp import session as sessions
 from ampfuse.amp.policy import make_policy
+from ampfuse.optim.masters import leaf_of
+from ampfuse.optim.param_groups import parameters
 
 # What Lightning calls them: loggers and the summary of a model show it.
 _NAMES = {"O0": "32-true", "O1": "16-mixed", "O2": "16-true", "O3": "16-true"}
@@ -52,6 +54,11 @@ class Levels:
             amp.load_state_dict(state_dict, optimizer=self._optimizers[0])
 
 
+def _weights(optimizers: Sequence[Optimizer]) -> set[int]:
+    """The ids of the model's weights that `optimizers` train."""
+    return {id(leaf_of(param)) for each in optimizers for param in parameters(each)}
+
+
 class AmpFuse(Levels, Precision):
     """Precision plugin for Fabric, which tells its plugins of models but not of optimizers.
 
@@ -66,6 +73,8 @@ class AmpFuse(Levels, Precision):
         Under ModelParallelStrategy, which makes the shards, `model` is what ``setup_module`` gave
         and `optimizers` are made after it; ValueError if it is not.
         """
+        new = _weights(optimizers)
+        others = [each for each in self._optimizers if not new & _weights([each])]
         if isinstance(fabric.strategy, ModelParallelStrategy):
             if not isinstance(model, _FabricModule):
                 raise ValueError(
@@ -74,10 +83,12 @@ class AmpFuse(Levels, Precision):
                     "model.parameters(), then call plugin.setup(fabric, model, optimizer)."
                 )
             self._initialize([model.module], optimizers)
+            self._optimizers = [*others, *optimizers]
             ready = [fabric.setup_optimizers(optimizer) for optimizer in optimizers]
             return (model, *ready)
         # Moved first, since masters stay where they are made.
         self._initialize([fabric.to_device(model)], optimizers)
+        self._optimizers = [*others, *optimizers]
         return fabric.setup(model, *optimizers)
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:

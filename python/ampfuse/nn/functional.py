@@ -360,10 +360,7 @@ def cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)  # type: ignore[assignment]
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction must be "mean", "sum" or "none", not {reduction!r}.')
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}.")
+    _check_loss_options(reduction, label_smoothing)
     rows = _rows(input, target, weight)
     if rows is None:
         if input.dtype in HALF_DTYPES:
@@ -453,6 +450,7 @@ def linear_cross_entropy(
     """
     if block_rows is not None and block_rows < 1:
         raise ValueError(f"block_rows must be at least 1, or None; got {block_rows}.")
+    _check_loss_options(reduction, label_smoothing)
     if target.shape != x.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(
             f"target must be int64 of shape {tuple(x.shape[:-1])}, that of x without the last "
@@ -472,6 +470,13 @@ def linear_cross_entropy(
             rows, weight, bias, targets, ignore_index, label_smoothing, block
         )
         return _reduce(losses, target, None, ignore_index, reduction)
+
+
+def _check_loss_options(reduction: str, label_smoothing: float) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction must be "mean", "sum" or "none", not {reduction!r}.')
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}.")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -105,7 +105,7 @@ def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The ``forward`` of an activation alone."""
     name = activation_of(self)
     usual = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
-    if name is None or not usual or args[0].shape[-1] < _MIN_COLUMNS:
+    if name is None or not usual or args[0].shape[-1:] < (_MIN_COLUMNS,):
         return type(self).forward(self, *args, **kwargs)
     return bias_act(args[0], None, name)
 

@@ -100,10 +100,18 @@ def norm_spec(norm: nn.Module) -> NormSpec | None:
     """The specification of `norm`; None if it has no fused form."""
     cls = type(norm)
     if hasattr(norm, _LLAMA.eps):
+        if not _has_weight_and_eps_alone(norm):
+            return None
         if cls not in _LIKE_LLAMA:
             _LIKE_LLAMA[cls] = _computes_rms_norm(norm)
         return _LLAMA if _LIKE_LLAMA[cls] else None
     return _SPECS.get(forward_name(norm))
+
+
+def _has_weight_and_eps_alone(norm: Any) -> bool:
+    public = {name for name in vars(norm) if name[0] != "_"} - {_LLAMA.eps, "training", "forward"}
+    parts = [*norm.named_parameters(), *norm.named_buffers(), *norm.named_children()]
+    return not public and [name for name, _ in parts] == ["weight"]
 
 
 def _computes_rms_norm(norm: Any) -> bool:
@@ -112,10 +120,6 @@ def _computes_rms_norm(norm: Any) -> bool:
     The name does not show whether the weight is added to 1, or whether there is a gate.
     """
     cls, eps = type(norm), getattr(norm, _LLAMA.eps)
-    public = {name for name in vars(norm) if name[0] != "_"} - {_LLAMA.eps, "training", "forward"}
-    parts = [*norm.named_parameters(), *norm.named_buffers(), *norm.named_children()]
-    if public or [name for name, _ in parts] != ["weight"]:
-        return False
     try:
         if len(inspect.signature(cls.forward).parameters) != 2:
             return False
