@@ -2,6 +2,8 @@
 // for the order of the sums.
 #pragma once
 
+#include <cstring>
+
 #include "chunk_lists.h"
 #include "count.h"
 #include "kernels.h"
@@ -56,10 +58,9 @@ HD void add_by_tiles(const Op& op, const Walk& walk, const Types& types, const f
   if constexpr (Op::kMetered) mine.bits = counts->bits;
   typename F::Magnitude largest[kCount];
   // The last pack, and the last vector, may reach past the last element.
-  const int64_t reached = lists.length + kPack + F::kWidth;
-  for (int m = 0; m < kCount; ++m) {
-    for (int64_t i = 0; i < kTile && i < reached; ++i) sums.lane[m][i] = 0;
-  }
+  const int64_t end = lists.length + kPack + F::kWidth;
+  const size_t reached = sizeof(float) * size_t(end < kTile ? end : kTile);
+  for (int m = 0; m < kCount; ++m) std::memset(sums.lane[m], 0, reached);
   constexpr unsigned kUnfetched = Op::kMetered ? kRewritten | bit(kModel) : 0;
   constexpr unsigned kFetched = (Op::kReads | Op::kWrites) & ~kUnfetched;
   const auto add_at = [&](int64_t i) HD_LAMBDA {

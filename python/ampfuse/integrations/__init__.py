@@ -9,3 +9,25 @@
 
 ``pip install 'ampfuse[integrations]'`` installs the versions that these are tested with.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ampfuse.optim.masters import leaf_of
+from ampfuse.optim.param_groups import parameters
+
+
+def beside(new: Sequence[Any], earlier: Sequence[Any]) -> list[Any]:
+    """The optimizers of `earlier` that share no weight of a model with those of `new`."""
+    trained = {weight for each in new for weight in _weights(each)}
+    return [each for each in earlier if not trained & _weights(each)]
+
+
+def _weights(optimizer: Any) -> set[int]:
+    """The ids of the model's weights that `optimizer` trains."""
+    is_one = isinstance(optimizer, Optimizer)  # else amp.initialize says what it takes
+    return {id(leaf_of(each)) for each in parameters(optimizer)} if is_one else set()

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from ampfuse import amp
 from ampfuse.amp import session as sessions
+from ampfuse.integrations import beside
 from ampfuse.optim.base import count_skipped_steps
-from ampfuse.optim.masters import leaf_of
-from ampfuse.optim.param_groups import parameters
 
 
 def initialize(
@@ -51,7 +50,7 @@ def initialize(
     if is_first:
         scaler = _Scaler(accelerator)
     new = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    others = scaler.optimizers_beside(new)
+    others = beside(new, () if scaler.is_over else scaler.optimizers)
     if others and arguments != scaler.arguments:
         raise ValueError(
             f"initialize was called on this Accelerator before, with {scaler.arguments}, and now "
@@ -84,12 +83,6 @@ class _Scaler:
     optimizers: Sequence[Any] = ()
     arguments: dict[str, Any] | None = None
     is_over: bool = False
-
-    def optimizers_beside(self, new: Sequence[Any]) -> list[Any]:
-        """The earlier optimizers of this training that share no weight with the `new` ones."""
-        trained = {id(weight) for each in new for weight in _weights(each)}
-        earlier = [] if self.is_over else self.optimizers
-        return [one for one in earlier if not trained & set(map(id, _weights(one)))]
 
     def with_skips(self, log: Callable[..., None]) -> Callable[..., None]:
         def log_with_skips(values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -129,9 +122,3 @@ class _Scaler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         amp.load_state_dict(state_dict, optimizer=self.optimizers[0])
-
-
-def _weights(optimizer: Any) -> list[Tensor]:
-    """The model's weights that `optimizer` trains."""
-    is_one = isinstance(optimizer, Optimizer)  # else amp.initialize says what it takes
-    return [leaf_of(each) for each in parameters(optimizer)] if is_one else []

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from ampfuse import amp
 from ampfuse.amp import session as sessions
 from ampfuse.amp.policy import make_policy
-from ampfuse.optim.masters import leaf_of
-from ampfuse.optim.param_groups import parameters
+from ampfuse.integrations import beside
 
 # What Lightning calls them: loggers and the summary of a model show it.
 _NAMES = {"O0": "32-true", "O1": "16-mixed", "O2": "16-true", "O3": "16-true"}
@@ -36,11 +35,17 @@ class Levels:
         self._options = {"opt_level": opt_level, **options}
         self._optimizers: list[Optimizer] = []
 
-    def _initialize(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def _initialize(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        earlier: Sequence[Optimizer] = (),
+    ) -> None:
+        others = beside(optimizers, earlier)
         amp.initialize(list(models), list(optimizers), **self._options)
         # A session where amp is off has no policy.
         self._autocast = getattr(sessions.latest().policy, "autocast_type", None)
-        self._optimizers = list(optimizers)
+        self._optimizers = [*others, *optimizers]
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
         return amp.master_params(optimizer)
@@ -52,11 +57,6 @@ class Levels:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._optimizers:
             amp.load_state_dict(state_dict, optimizer=self._optimizers[0])
-
-
-def _weights(optimizers: Sequence[Optimizer]) -> set[int]:
-    """The ids of the model's weights that `optimizers` train."""
-    return {id(leaf_of(param)) for each in optimizers for param in parameters(each)}
 
 
 class AmpFuse(Levels, Precision):
@@ -73,8 +73,6 @@ class AmpFuse(Levels, Precision):
         Under ModelParallelStrategy, which makes the shards, `model` is what ``setup_module`` gave
         and `optimizers` are made after it; ValueError if it is not.
         """
-        new = _weights(optimizers)
-        others = [each for each in self._optimizers if not new & _weights([each])]
         if isinstance(fabric.strategy, ModelParallelStrategy):
             if not isinstance(model, _FabricModule):
                 raise ValueError(
@@ -82,13 +80,11 @@ class AmpFuse(Levels, Precision):
                     "old ones. Call model = fabric.setup_module(model), create the optimizer from "
                     "model.parameters(), then call plugin.setup(fabric, model, optimizer)."
                 )
-            self._initialize([model.module], optimizers)
-            self._optimizers = [*others, *optimizers]
+            self._initialize([model.module], optimizers, self._optimizers)
             ready = [fabric.setup_optimizers(optimizer) for optimizer in optimizers]
             return (model, *ready)
         # Moved first, since masters stay where they are made.
-        self._initialize([fabric.to_device(model)], optimizers)
-        self._optimizers = [*others, *optimizers]
+        self._initialize([fabric.to_device(model)], optimizers, self._optimizers)
         return fabric.setup(model, *optimizers)
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
