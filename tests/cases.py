@@ -233,7 +233,7 @@ def nn_ops():
 
 
 def _apex_modules():
-    from ampfuse.compat.apex.installing import EXTENSIONS
+    from ampfuse.compat.apex.install import EXTENSIONS
 
     return {n: m for n, m in sys.modules.items() if n.split(".")[0] in ("apex", *EXTENSIONS)}
 

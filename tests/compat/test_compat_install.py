@@ -82,7 +82,7 @@ def test_every_module_is_there_under_both_names():
         ("import {}.unheard.of", "unheard", "torch's own"),
     ],
 )
-def test_imports_of_what_is_left_out_say_so(top, statement, missing, instead):
+def test_imports_of_unsupported_names_say_so(top, statement, missing, instead):
     compat.install()
     with pytest.raises(ModuleNotFoundError, match="ampfuse does not provide") as error:
         exec(statement.format(top))
@@ -94,7 +94,7 @@ def test_imports_of_what_is_left_out_say_so(top, statement, missing, instead):
 
 
 @pytest.mark.parametrize("top", ["apex", "ampfuse.compat.apex"])
-def test_find_spec_does_not_find_what_is_left_out(top):
+def test_find_spec_does_not_find_unsupported_modules(top):
     """Scripts ask it whether to use a module."""
     compat.install()
     for name in ("transformer", "contrib.fmha", "amp.lists"):

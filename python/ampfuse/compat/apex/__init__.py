@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-from ampfuse.compat.apex.installing import install, installed_apex, uninstall
+from ampfuse.compat.apex.install import install, installed_apex, uninstall
 
 # isort: off
 from ampfuse.compat.apex import amp, amp_C, apex_C, contrib, fp16_utils, fused_adam_cuda, mlp

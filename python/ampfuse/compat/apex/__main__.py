@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ampfuse.command_line import add_script, check_script, enter_script, run_script
-from ampfuse.compat.apex.installing import ON_PATH, install, installed_apex
+from ampfuse.compat.apex.install import ON_PATH, install, installed_apex
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ampfuse.nn import layer_norm, rms_norm
 
-__path__: list[str] = []  # a package's: for names that are not here, Python asks ``LeftOut``
+__path__: list[str] = []  # a package's: Python asks ``UnsupportedFinder`` for names not here
 
 
 def _mixed(

@@ -1,5 +1,5 @@
 """``import apex`` in a spawned process: replaces this module by ampfuse's."""
 
-from ampfuse.compat.apex.installing import take_names
+from ampfuse.compat.apex.install import register_modules
 
-take_names()
+register_modules()

@@ -19,11 +19,11 @@ EXTENSIONS = ("amp_C", "apex_C", "fused_adam_cuda")  # imported by scripts, like
 ON_PATH = Path(__file__).parent / "on_path"
 
 # apex's names, and what takes the place of those below them that ampfuse does not have.
-with (Path(__file__).parent / "left_out.csv").open(newline="", encoding="utf-8") as _file:
-    _INSTEAD = dict(csv.reader(_file))
+with (Path(__file__).parent / "unsupported.csv").open(newline="", encoding="utf-8") as _file:
+    _REPLACEMENTS = dict(csv.reader(_file))
 
 
-class LeftOut(importlib.abc.MetaPathFinder):
+class UnsupportedFinder(importlib.abc.MetaPathFinder):
     """Meta-path finder, placed last: raises an error that names the replacement for a module of
     apex that ampfuse lacks.
 
@@ -35,8 +35,8 @@ class LeftOut(importlib.abc.MetaPathFinder):
         prefixes = (f"{_HERE}.", "apex.") if installed else f"{_HERE}."
         if fullname.startswith(prefixes) and not _is_probe():
             name = fullname.replace(_HERE, "apex", 1)
-            known = (start for start in _INSTEAD if f"{name}.".startswith(f"{start}."))
-            instead = _INSTEAD.get(max(known, key=len, default=""), "torch's own modules")
+            known = (start for start in _REPLACEMENTS if f"{name}.".startswith(f"{start}."))
+            instead = _REPLACEMENTS.get(max(known, key=len, default=""), "torch's own modules")
             # With the requested name, `from apex import x` would swallow this error.
             raise ModuleNotFoundError(
                 f"ampfuse does not provide {name}: use {instead}; docs/from_apex.md lists "
@@ -52,7 +52,7 @@ def _is_probe() -> bool:
     return asker is not None and asker.f_code is importlib.util.find_spec.__code__
 
 
-LEFT_OUT = LeftOut()
+_FINDER = UnsupportedFinder()
 
 
 def installed_apex() -> str | None:
@@ -82,16 +82,16 @@ def install() -> ModuleType:
     if other is not None:
         which = f"`import apex` finds ampfuse's ({_HERE}), although {other} is installed."
         warnings.warn(which, stacklevel=2)
-    return take_names()
+    return register_modules()
 
 
-def take_names() -> ModuleType:
+def register_modules() -> ModuleType:
     """Do what :func:`install` does, without looking for another apex."""
     package = importlib.import_module(_HERE)
     sys.modules.update(_modules())
-    torch.serialization.add_safe_globals(_old_pickles())
-    if LEFT_OUT not in sys.meta_path:
-        sys.meta_path.append(LEFT_OUT)
+    torch.serialization.add_safe_globals(_pickled_classes())
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)
     return package
 
 
@@ -101,9 +101,9 @@ def uninstall() -> None:
     for name, module in _modules().items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
-    if LEFT_OUT in sys.meta_path:
-        sys.meta_path.remove(LEFT_OUT)
-    old = _old_pickles()
+    if _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)
+    old = _pickled_classes()
     kept = [each for each in torch.serialization.get_safe_globals() if each not in old]
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(kept)
@@ -119,7 +119,7 @@ def _modules() -> dict[str, ModuleType]:
     return modules | {name: modules[f"apex.{name}"] for name in EXTENSIONS}
 
 
-def _old_pickles() -> list[Any]:
+def _pickled_classes() -> list[Any]:
     """The loss scalers that apex, or we, pickled into checkpoints, for ``weights_only=True``."""
     from ampfuse.compat.apex import amp, fp16_utils
 
