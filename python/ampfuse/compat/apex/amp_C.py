@@ -21,7 +21,7 @@ from ampfuse import _core, ops
 
 # isort: off
 # fmt: off
-from ampfuse.compat.apex.list_steps import (
+from ampfuse.compat.apex.optimizer_ops import (
     multi_tensor_adagrad, multi_tensor_adam, multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master, multi_tensor_lamb, multi_tensor_lamb_mp,
     multi_tensor_lamb_stage1_cuda, multi_tensor_lamb_stage2_cuda, multi_tensor_novograd,

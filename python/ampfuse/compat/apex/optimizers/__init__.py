@@ -283,7 +283,7 @@ class FusedLAMB(ApexOptimizer, optim.LAMB):
     """
 
     multi_tensor_l2norm = staticmethod(amp_C.multi_tensor_l2norm)
-    multi_tensor_lamb = staticmethod(amp_C.multi_tensor_lamb)
+    multi_tensor_lamb: Any = staticmethod(amp_C.multi_tensor_lamb)
     adam_w_mode = group_option("decoupled_weight_decay", int)
     use_nvlamb = group_option("use_nvlamb", bool)
 
