@@ -113,13 +113,13 @@ def test_an_overflow_of_several_optimizers_is_printed_once(capsys):
 
 
 def test_what_a_device_has_not_told_yet_is_printed_later(monkeypatch, capsys):
-    class Slow(amp.handle.Sample):
+    class Slow(amp.scaler.Sample):
         arrived = False
 
         def has_arrived(self):
             return Slow.arrived
 
-    monkeypatch.setattr(amp.handle, "Sample", Slow)
+    monkeypatch.setattr(amp.scaler, "Sample", Slow)
     model, optimizer = start(verbosity=1, max_loss_scale=1024.0)
     train(model, optimizer, INF, 1.0, INF)
     assert capsys.readouterr().out == ""

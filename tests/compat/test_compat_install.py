@@ -38,6 +38,7 @@ def test_every_module_is_there_under_both_names():
     import amp_C
     import apex
     import apex.amp._amp_state
+    import apex.amp.amp
     import apex.amp.frontend
     import apex.amp.scaler
     import apex.contrib.optimizers
@@ -50,6 +51,7 @@ def test_every_module_is_there_under_both_names():
     import fused_adam_cuda
     from apex.amp import _amp_state
     from apex.amp._amp_state import master_params, maybe_print, warn_or_err
+    from apex.amp.amp import half_function, init, register_float_function
     from apex.parallel.distributed import flat_dist_call
 
     assert apex is compat
@@ -60,6 +62,7 @@ def test_every_module_is_there_under_both_names():
     assert not hasattr(_amp_state, "_amp_state")
     assert apex.parallel.LARC.LARC is optim.LARC
     assert all(map(callable, (master_params, maybe_print, warn_or_err, flat_dist_call)))
+    assert all(map(callable, (half_function, init, register_float_function)))
     assert compat.install() is compat  # again: no harm
     assert "apex.__main__" not in sys.modules
 

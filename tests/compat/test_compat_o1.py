@@ -366,6 +366,8 @@ def test_handle_of_init_ends_and_starts_again():
     assert torch.overrides._len_torch_function_stack() == 0
     with again._disable_casts():
         pass
+    assert again.cache == {}
+    again.remove_cache(nn.Parameter(torch.ones(1)))
     with pytest.raises(RuntimeError, match="wrap_optimizer"):
         again.scale_loss(torch.zeros(()), None)
     off, loss = amp.init(enabled=False), torch.zeros((), requires_grad=True)

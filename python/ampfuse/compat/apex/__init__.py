@@ -30,7 +30,6 @@ def deprecated_warning(msg: str) -> None:
 
 # apex module names that another module serves here.
 _ALIASES = {
-    "amp.amp": amp,
     "amp.opt": amp.handle,
     "contrib.clip_grad.clip_grad": contrib.clip_grad,
     "contrib.optimizers.fp16_optimizer": contrib.optimizers,

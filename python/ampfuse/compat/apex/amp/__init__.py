@@ -1,8 +1,9 @@
 """``apex.amp`` on :mod:`ampfuse.amp`."""
 
-from ampfuse.compat.apex.amp import frontend, handle, scaler
+from ampfuse.compat.apex.amp import amp, frontend, handle, scaler
+from ampfuse.compat.apex.amp.amp import init
 from ampfuse.compat.apex.amp.frontend import initialize, load_state_dict, state_dict
-from ampfuse.compat.apex.amp.handle import init, scale_loss
+from ampfuse.compat.apex.amp.handle import scale_loss
 
 # isort: off
 from ampfuse.amp import bfloat16_function, disable_casts, float_function, half_function

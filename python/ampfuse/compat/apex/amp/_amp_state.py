@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ampfuse.amp import master_params as master_params
 from ampfuse.amp import session as sessions
-from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim.masters import MasterParameter
 from ampfuse.torch_utils import HALF_DTYPES
+
+if TYPE_CHECKING:
+    from ampfuse.compat.apex.amp.scaler import LossScaler
 
 
 class AmpState:
@@ -64,6 +67,11 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def _flat(groups: str) -> Any:
+    """The parameters of the lists `groups`, in one list."""
+    return property(lambda self: [p for group in getattr(self, groups) for p in group])
+
+
 class AmpOptimizerState:
     """Parameters by kind, fp16 for half types: ``*_groups`` per param group, ``all_*`` flat."""
 
@@ -72,9 +80,10 @@ class AmpOptimizerState:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
 
-    def _groups(self) -> list[list[Any]]:
-        optimizer = self._optimizer()
-        return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+    def _select(self, is_wanted: Callable[[Any], bool]) -> list[list[Any]]:
+        """The parameters that are wanted, by group; none of an optimizer that is gone."""
+        groups = getattr(self._optimizer(), "param_groups", [])
+        return [[p for p in group["params"] if is_wanted(p)] for group in groups]
 
     @property
     def params_have_scaled_gradients(self) -> bool:
@@ -91,7 +100,7 @@ class AmpOptimizerState:
     @property
     def fp32_from_fp16_groups(self) -> list[list[MasterParameter]]:
         """Masters."""
-        return [[p for p in g if isinstance(p, MasterParameter)] for g in self._groups()]
+        return self._select(lambda p: isinstance(p, MasterParameter))
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -101,25 +110,21 @@ class AmpOptimizerState:
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """Trainable FP32 weights of the model."""
-        groups = [[p for p in g if not isinstance(p, MasterParameter)] for g in self._groups()]
-        return [[p for p in g if p.requires_grad and p.dtype not in HALF_DTYPES] for g in groups]
+
+        def is_fp32_weight(param: Tensor) -> bool:
+            is_wanted = param.requires_grad and param.dtype not in HALF_DTYPES
+            return is_wanted and not isinstance(param, MasterParameter)
+
+        return self._select(is_fp32_weight)
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """Trainable half weights: those with masters, or else those that are stepped directly."""
-        params = [p for g in self._groups() for p in g if p.requires_grad]
-        unmastered = [p for p in params if p.dtype in HALF_DTYPES]
-        return unmastered or [p for group in self.fp16_groups for p in group]
+        stepped = self._select(lambda p: p.requires_grad and p.dtype in HALF_DTYPES)
+        return [p for group in stepped for p in group] or [p for g in self.fp16_groups for p in g]
 
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        return [p for group in self.fp32_from_fp16_groups for p in group]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        return [p for group in self.fp32_from_fp32_groups for p in group]
-
-    all_fp32_params = all_fp32_from_fp32_params
+    all_fp32_from_fp16_params = _flat("fp32_from_fp16_groups")
+    all_fp32_from_fp32_params = all_fp32_params = _flat("fp32_from_fp32_groups")
 
 
 def add_stash(optimizer: Any) -> None:

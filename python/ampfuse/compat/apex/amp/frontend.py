@@ -15,9 +15,9 @@ from ampfuse.amp import state_dict as state_dict
 from ampfuse.amp.casts import Casts
 from ampfuse.amp.initialize import check_num_losses, set_up, turn_off
 from ampfuse.compat.apex.amp._amp_state import _amp_state, add_stash, warn_or_err
-from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle, after_pass
-from ampfuse.compat.apex.amp.o1_functions import replace_functions
-from ampfuse.compat.apex.amp.scaler import LossScaler
+from ampfuse.compat.apex.amp.amp import replace_functions
+from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
+from ampfuse.compat.apex.amp.scaler import LossScaler, after_pass
 
 _UNSET = {
     "enabled": False,

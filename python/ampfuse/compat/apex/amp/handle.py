@@ -1,67 +1,27 @@
-"""``apex.amp.handle``: what follows a pass, and the object that turns O1's casts on and off.
+"""``apex.amp.handle`` and ``apex.amp.opt``: the object that turns O1's casts on and off.
 
-With it the interface before ``initialize``: ``amp.init``, and the optimizer wrapper of its handle.
+With it the interface before ``initialize``: the optimizer wrapper of a handle.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ampfuse import amp, half_ops
+from ampfuse import amp
 from ampfuse.amp import cast_state
 from ampfuse.amp import scale_loss as scale_loss
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import Casts, install
-from ampfuse.amp.function_casts import install_registered, restore_registered
-from ampfuse.amp.policy import O1, O4
-from ampfuse.compat.apex.amp._amp_state import _amp_state, maybe_print
-from ampfuse.compat.apex.amp.o1_functions import replace_functions
+from ampfuse.amp.function_casts import restore_registered
+from ampfuse.amp.policy import O1
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
-from ampfuse.torch_utils import Sample, eager_module, is_captured
-
-
-def after_pass(
-    session: sessions.Session, loss_id: int, optimizers: list[Any], delay_unscale: bool,
-    delay_overflow_check: bool,
-) -> None:  # fmt: skip
-    """Called at the end of ``scale_loss``: the scaler learns of the pass, and overflows print."""
-    scaler = session.loss_scalers[loss_id]
-    if isinstance(scaler, LossScaler) and not delay_unscale:
-        has_followed = scaler.dynamic and not delay_overflow_check
-        scaler.after_pass(optimizers, scale_has_followed=has_followed)
-        if not delay_overflow_check:
-            if len(session.loss_scalers) > 1:
-                scaler.read_flags()  # those of the optimizers are of the next pass soon
-            _report_overflows(session, loss_id, optimizers)
-
-
-# Passes not reported yet, of all scalers, so that lines are printed in the order of the passes: the
-# number of the scaler; its scale and the flags of its optimizers, on their way from the device.
-_passes: deque[tuple[int, Sample]] = deque()
-
-
-def _report_overflows(session: sessions.Session, loss_id: int, optimizers: list[Any]) -> None:
-    """Print apex's line for each overflow that is known by now: on a GPU some passes later."""
-    scaler, scale = session.loss_scalers[loss_id], session.loss_scalers[loss_id].current
-    if not scaler.dynamic or is_captured(scale):
-        return
-    flags = [optimizer.pass_found_inf_flag for optimizer in optimizers]
-    _passes.append((loss_id, Sample(scale, *flags)))
-    while _passes and _passes[0][1].has_arrived():
-        number, sample = _passes.popleft()
-        new_scale, *overflows = sample.values()
-        if any(overflows):
-            line = f"Gradient overflow.  Skipping step, loss scaler {number} reducing loss scale to"
-            maybe_print(f"{line} {new_scale}")
 
 
 class NoOpHandle:
@@ -136,6 +96,15 @@ class AmpHandle(NoOpHandle):
     _disable_casts = staticmethod(amp.disable_casts)
     _clear_cache = staticmethod(torch.clear_autocast_cache)
 
+    @property
+    def cache(self) -> dict[Tensor, Tensor]:
+        """The weights that were cast: none, as autocast has them and does not show them."""
+        return {}
+
+    def remove_cache(self, param: Tensor) -> None:
+        """Drop the cast of `param`; autocast drops all of them."""
+        self._clear_cache()
+
     def scale_loss(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             "A handle does not scale losses. Use optimizer = handle.wrap_optimizer(optimizer) and "
@@ -184,41 +153,3 @@ class OptimWrapper:
         if name == "_optimizer":  # not there yet, in a copy
             raise AttributeError(name)
         return getattr(self._optimizer, name)
-
-
-def init(
-    enabled: bool = True, loss_scale: Any = "dynamic", enable_caching: bool = True,
-    verbose: bool = False, allow_banned: bool = False, *, patch_type: torch.dtype | None = None,
-) -> AmpHandle | NoOpHandle:  # fmt: skip
-    """Cast every operation as O1 does, until the handle's ``_deactivate()``, if `enabled`.
-
-    This includes the models of the latest ``initialize``, at any level. A second call replaces the
-    first. `patch_type` is float16, or bfloat16 as in ROCm/apex; with `allow_banned` the binary
-    cross-entropy of half tensors is computed in FP32, else it raises. The others have no effect.
-    """
-    former = getattr(_amp_state, "handle", NoOpHandle())
-    if isinstance(former, AmpHandle) and former.is_of_init:
-        former._is_active = False
-    if not enabled:
-        _amp_state.handle = NoOpHandle(former.models)
-        return _amp_state.handle
-    policy = O4 if patch_type == torch.bfloat16 else O1
-    casts_cpu = not torch.accelerator.is_available()
-    scalers = list(getattr(_amp_state, "loss_scalers", ()))  # amp.state_dict() has them still
-    session = sessions.Session(policy, scalers, everywhere=True, casts_cpu=casts_cpu)
-    if casts_cpu:
-        half_ops.enable_for(policy)
-    sessions.set_latest(session)
-    install_registered()
-    replace_functions(allow_banned)
-    casts = {}
-    for model in former.models:
-        before: Any = eager_module(model)._amp_casts
-        with_casts = dataclasses.replace(before, autocast=before.autocast or policy.autocast_type)
-        casts[model] = with_casts, before
-    handle = AmpHandle(session, casts)
-    handle.has_cache, handle.verbose = enable_caching, verbose
-    handle.is_of_init = True
-    handle._is_active = True
-    _amp_state.handle = handle
-    return handle

@@ -1,8 +1,12 @@
-"""``apex.amp.scaler``: ampfuse's loss scaler with the other methods of apex's."""
+"""``apex.amp.scaler``: ampfuse's loss scaler with the other methods of apex's.
+
+At the end of a pass it prints apex's line for an overflow.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,7 +16,10 @@ from torch import Tensor
 import ampfuse.amp.scaler
 from ampfuse import ops
 from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
+from ampfuse.amp.session import Session
+from ampfuse.compat.apex.amp._amp_state import maybe_print
 from ampfuse.compat.apex.multi_tensor_apply import set_flag
+from ampfuse.torch_utils import Sample, is_captured
 
 # Names that apex's pickles use for the fields of `ScaleRule`, in its order; and where the
 # constructor's argument differs.
@@ -159,3 +166,41 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
         self.__init__("dynamic" if state.get("dynamic") else scale, **options)  # type: ignore[misc]
         self._loss_scale, self._unskipped = scale, state.get("_unskipped", 0)
         self._hysteresis_tracker.fill_(state.get("_hysteresis_left", self._rule.hysteresis))
+
+
+# --- after a pass ---------------------------------------------------------------------------------
+
+
+def after_pass(
+    session: Session, loss_id: int, optimizers: list[Any], delay_unscale: bool,
+    delay_overflow_check: bool,
+) -> None:  # fmt: skip
+    """Called at the end of ``scale_loss``: the scaler learns of the pass, and overflows print."""
+    scaler = session.loss_scalers[loss_id]
+    if isinstance(scaler, LossScaler) and not delay_unscale:
+        has_followed = scaler.dynamic and not delay_overflow_check
+        scaler.after_pass(optimizers, scale_has_followed=has_followed)
+        if not delay_overflow_check:
+            if len(session.loss_scalers) > 1:
+                scaler.read_flags()  # those of the optimizers are of the next pass soon
+            _report_overflows(session, loss_id, optimizers)
+
+
+# Passes not reported yet, of all scalers, so that lines are printed in the order of the passes: the
+# number of the scaler; its scale and the flags of its optimizers, on their way from the device.
+_passes: deque[tuple[int, Sample]] = deque()
+
+
+def _report_overflows(session: Session, loss_id: int, optimizers: list[Any]) -> None:
+    """Print apex's line for each overflow that is known by now: on a GPU some passes later."""
+    scaler, scale = session.loss_scalers[loss_id], session.loss_scalers[loss_id].current
+    if not scaler.dynamic or is_captured(scale):
+        return
+    flags = [optimizer.pass_found_inf_flag for optimizer in optimizers]
+    _passes.append((loss_id, Sample(scale, *flags)))
+    while _passes and _passes[0][1].has_arrived():
+        number, sample = _passes.popleft()
+        new_scale, *overflows = sample.values()
+        if any(overflows):
+            line = f"Gradient overflow.  Skipping step, loss scaler {number} reducing loss scale to"
+            maybe_print(f"{line} {new_scale}")
