@@ -41,7 +41,7 @@ _ALIASES = {
     "fp16_utils.loss_scaler": fp16_utils,
     "mlp.mlp": mlp,
     "multi_tensor_apply.multi_tensor_apply": multi_tensor_apply,
-    "optimizers.fp16_optimizer": optimizers.of_2019,
+    "optimizers.fp16_optimizer": optimizers,
     "optimizers.fused_adagrad": optimizers,
     "optimizers.fused_adam": optimizers,
     "optimizers.fused_lamb": optimizers,

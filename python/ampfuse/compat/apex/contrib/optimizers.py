@@ -10,10 +10,11 @@ from torch import Tensor
 from ampfuse.compat.apex import optimizers
 from ampfuse.compat.apex.optimizers import FP16_Optimizer as FP16_Optimizer
 from ampfuse.compat.apex.optimizers import FusedLAMB as FusedLAMB
+from ampfuse.compat.apex.optimizers.base import ApexOptimizer
 from ampfuse.optim.param_groups import parameters
 
 
-class StepsOnGivenGradients(optimizers.ApexOptimizer, own_step=False):
+class StepsOnGivenGradients(ApexOptimizer, own_step=False):
     """Mixin: the `step` of 2019."""
 
     @torch.no_grad()
@@ -46,7 +47,7 @@ class StepsOnGivenGradients(optimizers.ApexOptimizer, own_step=False):
         self.most_recent_scale *= float(scale)
         try:
             # Not super(): torch has hooked the step of each class that was instantiated.
-            result = optimizers.ApexOptimizer.step(self, evaluate)
+            result = ApexOptimizer.step(self, evaluate)
             earlier = 1.0
         finally:
             self.most_recent_scale = earlier

@@ -1,4 +1,4 @@
-"""``apex.optimizers``: six fused optimizers on those of :mod:`ampfuse.optim`, and that of 2019.
+"""``apex.optimizers``: six fused optimizers on those of :mod:`ampfuse.optim`, and FP16_Optimizer.
 
 In common, besides torch's arguments: `bias_correction=False` uses the moments uncorrected;
 `adam_w_mode` (`adagrad_w_mode`), decoupled weight decay instead of L2 through the gradient;
@@ -7,8 +7,6 @@ In common, besides torch's arguments: `bias_correction=False` uses the moments u
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import sys
 from collections.abc import Callable
@@ -16,15 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ampfuse import optim
 from ampfuse.compat.apex import amp_C
-from ampfuse.compat.apex.optimizers import of_2019
-from ampfuse.compat.apex.optimizers.of_2019 import FP16_Optimizer
-from ampfuse.optim.base import under_grad_scaler
-from ampfuse.optim.fused import FusedOptimizer, is_fused
-from ampfuse.optim.masters import MASTERS
-from ampfuse.optim.param_groups import parameters
+from ampfuse.compat.apex.fp16_utils.fp16_optimizer import LegacyFP16Optimizer as FP16_Optimizer
+from ampfuse.compat.apex.optimizers.base import ApexOptimizer, group_option, stepped_by_grad_scaler
+from ampfuse.optim.fused import is_fused
 from ampfuse.torch_utils import HALF_DTYPES
 
 __all__ = [
@@ -32,157 +28,10 @@ __all__ = [
     "FusedNovoGrad", "FusedSGD",
 ]  # fmt: skip
 
-_RENAMED = dict.fromkeys(("adam_w_mode", "adagrad_w_mode"), "decoupled_weight_decay")
-# Options for which apex takes any value.
-_FLAGS = frozenset(
-    "decoupled_weight_decay bias_correction grad_averaging init_zero reg_inside_moment "
-    "use_nvlamb wd_after_momentum".split()
-)
-_NOT_OURS = ("params", "param_names", "step")  # of a group whose state is loaded
-
-
-class ApexOptimizer(FusedOptimizer, own_step=False):
-    """Mixin: ``zero_grad`` with apex's default, and state dicts of apex, torch and ampfuse.
-
-    From the first step on ``param_groups[i]["step"]`` is there: the largest of the steps applied to
-    the group's parameters, float32 and 0-dim on their device.
-    """
-
-    set_grad_none = True
-    # Divides the gradients of the next step. (In apex both are attributes of FusedSGD.)
-    most_recent_scale = 1.0
-    scale_set_by_backward = False
-    skip_by_default = False
-    _not_in_groups = frozenset()  # apex's groups contain keys that are optimizer-wide options here
-    _copied = (*FusedOptimizer._copied, "set_grad_none")
-
-    # Options of ours that groups have, and our constructors do not.
-    _in_groups: tuple[str, ...] = ()
-
-    def construct(self, arguments: dict[str, Any]) -> None:
-        """Run our constructor, given the ``locals()`` of apex's; `amsgrad` raises RuntimeError.
-
-        Take `locals()` first, and use no `super()` in that constructor: they would contain
-        ``__class__``.
-        """
-        options = {_RENAMED.get(name, name): value for name, value in arguments.items()}
-        del options["self"]
-        if options.pop("amsgrad", False):
-            name = type(self).__name__
-            raise RuntimeError(f"{name} does not support AMSGrad; ampfuse.optim.Adam does.")
-        self.set_grad_none = options.pop("set_grad_none", True)
-        options |= {name: bool(options[name]) for name in _FLAGS & options.keys()}
-        in_groups = {name: options.pop(name) for name in self._in_groups}
-        super().__init__(**options)
-        for name, value in in_groups.items():
-            self.set_in_groups(name, value)
-
-    @functools.cached_property
-    def _dummy_overflow_buf(self) -> Tensor:
-        """The flag that ``amp_C``'s operations take; our own step has another."""
-        device = next((param.device for param in parameters(self)), None)
-        return torch.zeros(1, dtype=torch.int32, device=device)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        # Not super(): torch hooks the step of each class that was instantiated, and a base's hooks
-        # would run a second time.
-        result = FusedOptimizer.step(self, closure)
-        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
-        if self.algorithm.uses_count:
-            groups = self.param_groups
-            counts = self.param_table().steps().split([len(group["params"]) for group in groups])
-            for group, steps in zip(groups, counts, strict=True):
-                if len(steps):
-                    group["step"] = steps.amax()
-        return result
-
-    def _gradient_scale(self) -> tuple[Tensor | None, bool, bool]:
-        if self.most_recent_scale == 1:
-            return super()._gradient_scale()
-        device = self._rows.params[0].device
-        scale = torch.full((), self.most_recent_scale, dtype=torch.float32, device=device)
-        scaler = self.__dict__.get("grad_scale")
-        return (scale if scaler is None else scale * scaler), False, False
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop gradients or zero them; by default as `set_grad_none` said."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads apex's, torch's and ampfuse's state dicts.
-
-        Options that a saved group lacks stay. apex's count of a group is that of its parameters.
-        """
-        saved_groups = state_dict["param_groups"]
-        if len(self.param_groups) != len(saved_groups):
-            return super().load_state_dict(state_dict)  # torch raises the error
-        state = {key: dict(value) for key, value in state_dict["state"].items()}
-        groups = []
-        for own, saved in zip(self.param_groups, saved_groups, strict=True):
-            inherited = {k: v for k, v in own.items() if k not in _NOT_OURS}
-            groups.append({**inherited, **saved})
-            if is_fused(self):  # a step of a subclass's own counts by group
-                self._count_by_parameter(groups[-1], state)
-        super().load_state_dict({**state_dict, "state": state, "param_groups": groups})
-
-    def _count_by_parameter(self, group: dict[str, Any], state: dict[Any, Any]) -> None:
-        """Write a saved group's count into its parameters' state, unless theirs is ahead."""
-        step = group.get("step", 0 if self.algorithm.uses_count else None)
-        if step is None:
-            return
-        counts = [state[key]["step"] for key in group["params"] if "step" in state.get(key, {})]
-        is_ahead = bool(counts) and step > max(counts)
-        for key in group["params"]:
-            # Without a moment there is nothing that a count could belong to.
-            has_moments = state.get(key, {}).keys() - {*MASTERS, "step"}
-            if has_moments and (is_ahead or "step" not in state[key]):
-                count = torch.as_tensor(step, dtype=torch.float32).reshape(())
-                state[key]["step"] = count.clone()
-
-    def set_in_groups(self, name: str, value: Any) -> None:
-        """A property of every group, of those to come too."""
-        self.defaults[name] = value
-        for group in self.param_groups:
-            group.setdefault(name, value)
-
-
-def group_option(key: str, read: Callable[[Any], Any], write: Callable[[Any], bool] = bool) -> Any:
-    """An attribute of apex's optimizers that each parameter group has as an entry, new ones too."""
-
-    def assign(self: ApexOptimizer, value: Any) -> None:
-        for group in (self.defaults, *self.param_groups):
-            group[key] = write(value)
-
-    return property(lambda self: read(self.param_groups[0][key]), assign)
-
-
-def stepped_by_grad_scaler(
-    optimizer: Any, kwargs: dict[str, Any]
-) -> contextlib.AbstractContextManager[None]:
-    """A step in this block unscales and skips by torch's GradScaler ``kwargs["grad_scaler"]``.
-
-    `step` takes it through ``**kwargs``: torch's GradScaler warns about a parameter called
-    `grad_scaler`.
-    """
-    grad_scaler = kwargs.pop("grad_scaler", None)
-    if kwargs:
-        name = type(optimizer).__name__
-        raise TypeError(f"{name}.step got an unexpected argument {next(iter(kwargs))!r}")
-    if grad_scaler is None or not grad_scaler.is_enabled():
-        return contextlib.nullcontext()
-    flags = grad_scaler._check_inf_per_device(optimizer).values()
-    found_inf = sum(flag.reshape(()) for flag in flags)  # 0 if the scaler saw no gradient
-    grad_scale = grad_scaler._get_scale_async()
-    return under_grad_scaler(optimizer, grad_scale=grad_scale, found_inf=found_inf)
-
-
-# --- the six optimizers ---------------------------------------------------------------------------
-
 
 class FusedAdagrad(ApexOptimizer, optim.Adagrad):
     """:class:`ampfuse.optim.Adagrad` with apex's arguments."""
 
-    _in_groups = ("decoupled_weight_decay",)
     multi_tensor_adagrad = staticmethod(amp_C.multi_tensor_adagrad)
     adagrad_w_mode = group_option("decoupled_weight_decay", int)
 
@@ -190,19 +39,24 @@ class FusedAdagrad(ApexOptimizer, optim.Adagrad):
         self, params: Any, lr: Any = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
         set_grad_none: bool = True, adagrad_w_mode: Any = False,
     ) -> None:  # fmt: skip
-        self.construct(locals())
+        super().__init__(
+            params, set_grad_none=set_grad_none, lr=lr, eps=eps, weight_decay=weight_decay
+        )
+        self.set_in_groups("decoupled_weight_decay", bool(adagrad_w_mode))
 
 
-class FusedAdam(of_2019.StepsAsIn2019, ApexOptimizer, optim.Adam, own_step=False):
+class FusedAdam(ApexOptimizer, optim.Adam, own_step=False):
     """:class:`ampfuse.optim.Adam` with apex's arguments; by default it is AdamW.
 
     Any step can be captured. With `capturable`, one that a GradScaler drives leaves half gradients
     unscaled too. `master_weights` keeps FP32 masters; without `capturable` it raises RuntimeError.
-    `max_grad_norm` and other arguments of 2019 make it the FusedAdam of ``apex.contrib``.
+
+    The last four arguments are of 2019. With any of them the corrections of the moments are a
+    factor of the rate, and so of the weight decay, and the gradients of each group are clipped to
+    the L2 norm `max_grad_norm`, unless that is 0. `eps_inside_sqrt` raises RuntimeError.
     """
 
-    _copied = (*ApexOptimizer._copied, "capturable", "steps_as_in_2019")
-    _in_groups = ("bias_correction",)
+    _copied = (*ApexOptimizer._copied, "capturable", "is_legacy")
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
     multi_tensor_adam_capturable_master = staticmethod(amp_C.multi_tensor_adam_capturable_master)
@@ -215,11 +69,24 @@ class FusedAdam(of_2019.StepsAsIn2019, ApexOptimizer, optim.Adam, own_step=False
         master_weights: Any = False, *, eps_inside_sqrt: Any = None, max_grad_norm: Any = None,
         use_mt: Any = None, amp_scale_adjustment: Any = None,
     ) -> None:  # fmt: skip
-        options = dict(locals())
-        self.capturable = options.pop("capturable")
         if master_weights and not capturable:
             raise RuntimeError("FusedAdam supports master_weights=True only with capturable=True.")
-        self.construct(options)
+        if eps_inside_sqrt:
+            raise RuntimeError(
+                "FusedAdam only adds eps outside of the square root, as torch does. Use "
+                "fused_adam_cuda.adam with eps_mode=0."
+            )
+        legacy = eps_inside_sqrt, max_grad_norm, use_mt, amp_scale_adjustment
+        self.is_legacy = any(value is not None for value in legacy)
+        self.capturable = capturable
+        super().__init__(
+            params, amsgrad=amsgrad, set_grad_none=set_grad_none, lr=lr, betas=betas, eps=eps,
+            weight_decay=weight_decay, decoupled_weight_decay=bool(adam_w_mode),
+            master_weights=master_weights,
+        )  # fmt: skip
+        self.set_in_groups("bias_correction", bool(bias_correction))
+        if self.is_legacy:
+            self.set_in_groups("max_grad_norm", max_grad_norm or 0.0)
 
     _unscales_half = property(lambda self: self.capturable)
 
@@ -241,6 +108,36 @@ class FusedAdam(of_2019.StepsAsIn2019, ApexOptimizer, optim.Adam, own_step=False
         with stepped_by_grad_scaler(self, kwargs):
             return super().step(closure)
 
+    def _collect(self) -> Any:
+        if not self.is_legacy:
+            return super()._collect()
+        groups = self.param_groups
+        _clip_each_group(self)
+        rates = [(group["lr"], group["bias_correction"]) for group in groups]
+        counts = self.ensure_bound().steps().split([len(group["params"]) for group in groups])
+        try:
+            for group, count in zip(groups, counts, strict=True):
+                if group["bias_correction"] and len(count):
+                    left = [1 - beta ** (count.amax().double() + 1) for beta in group["betas"]]
+                    group["lr"] = (group["lr"] * left[1].sqrt() / left[0]).float()
+                    group["bias_correction"] = False
+            return super()._collect()
+        finally:
+            for group, (lr, corrects) in zip(groups, rates, strict=True):
+                group.update(lr=lr, bias_correction=corrects)
+
+
+def _clip_each_group(adam: Any) -> None:
+    norms = [group["max_grad_norm"] for group in adam.param_groups]
+    if len(norms) == 1 and norms[0] > 0:
+        adam.clip_once = float(norms[0])  # without a pass of its own
+        return
+    scale = adam.most_recent_scale * adam.__dict__.get("grad_scale", 1.0)
+    for group, norm in zip(adam.param_groups, norms, strict=True):
+        if norm > 0:
+            grads = [p.grad.float() for p in group["params"] if p.grad is not None]
+            clip_grads_with_norm_(group["params"], norm * scale, get_total_norm(grads))
+
 
 class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
     """:class:`ampfuse.optim.SGD` with apex's arguments.
@@ -254,7 +151,6 @@ class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
         *ApexOptimizer._copied,
         *"materialize_master_grads most_recent_scale scale_set_by_backward requires_lr".split(),
     )
-    _in_groups = ("wd_after_momentum",)
     multi_tensor_sgd = staticmethod(amp_C.multi_tensor_sgd)
     wd_after_momentum = group_option("wd_after_momentum", bool)
 
@@ -263,10 +159,13 @@ class FusedSGD(ApexOptimizer, optim.SGD, own_step=False):
         weight_decay: float = 0, nesterov: bool = False, wd_after_momentum: Any = False,
         materialize_master_grads: bool = True, set_grad_none: bool = False,
     ) -> None:  # fmt: skip
-        options = dict(locals())
-        self.materialize_master_grads = options.pop("materialize_master_grads")
+        self.materialize_master_grads = materialize_master_grads
         self.requires_lr = lr is None
-        self.construct(options | {"lr": 0.0 if lr is None else lr})
+        super().__init__(
+            params, set_grad_none=set_grad_none, lr=0.0 if lr is None else lr, momentum=momentum,
+            dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
+        )  # fmt: skip
+        self.set_in_groups("wd_after_momentum", bool(wd_after_momentum))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which must have `lr` if the constructor got none (ValueError)."""
@@ -293,12 +192,16 @@ class FusedLAMB(ApexOptimizer, optim.LAMB):
         adam_w_mode: Any = True, grad_averaging: Any = True, set_grad_none: bool = True,
         max_grad_norm: float | None = 1.0, use_nvlamb: Any = False,
     ) -> None:  # fmt: skip
-        options = dict(locals())
         is_unclipped = max_grad_norm in (None, math.inf)
         # 0 would mean no clipping to our constructor. The smallest normal double is 0 in FP32 and
         # zeroes all gradients, as in apex.
-        options["max_grad_norm"] = None if is_unclipped else max_grad_norm or sys.float_info.min
-        self.construct(options)
+        largest = None if is_unclipped else max_grad_norm or sys.float_info.min
+        super().__init__(
+            params, amsgrad=amsgrad, set_grad_none=set_grad_none, lr=lr, betas=betas, eps=eps,
+            weight_decay=weight_decay, bias_correction=bool(bias_correction),
+            grad_averaging=bool(grad_averaging), decoupled_weight_decay=bool(adam_w_mode),
+            use_nvlamb=bool(use_nvlamb), max_grad_norm=largest,
+        )  # fmt: skip
         # As in apex, groups have the norm that was asked for. A step reads that of the optimizer.
         self.set_in_groups("max_grad_norm", max_grad_norm)
 
@@ -322,8 +225,11 @@ class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
         reduced_precision_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self._first_step = int(step)
-        options = amsgrad, adam_w_mode, grad_averaging, True, max_grad_norm, use_nvlamb
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, *options)
+        super().__init__(
+            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+            weight_decay=weight_decay, amsgrad=amsgrad, adam_w_mode=adam_w_mode,
+            grad_averaging=grad_averaging, max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb,
+        )  # fmt: skip
         self.skip_nonfinite = True
         self.reduced_precision_dtype = reduced_precision_dtype
 
@@ -358,7 +264,12 @@ class FusedNovoGrad(ApexOptimizer, optim.NovoGrad):
         if norm_type not in (0, 2):
             problem = f"norm_type must be 0 (maximum) or 2, not {norm_type}"
             raise RuntimeError(f"FusedNovoGrad: {problem}")
-        self.construct(locals())
+        super().__init__(
+            params, amsgrad=amsgrad, set_grad_none=set_grad_none, lr=lr, betas=betas, eps=eps,
+            weight_decay=weight_decay, bias_correction=bool(bias_correction),
+            grad_averaging=bool(grad_averaging), norm_type=norm_type, init_zero=bool(init_zero),
+            reg_inside_moment=bool(reg_inside_moment),
+        )  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads apex's and ampfuse's state dicts; ValueError for norms of other parameters.
