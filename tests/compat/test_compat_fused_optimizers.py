@@ -235,7 +235,6 @@ def as_apex(name, optimizer):
     if name not in ("FusedSGD", "FusedAdagrad"):
         group["step"] = int(steps[0])
     if name == "FusedMixedPrecisionLamb":
-        group["lr"] = torch.tensor(group["lr"])
         group["step"] = torch.tensor([group["step"]], dtype=torch.int32)
     if name == "FusedNovoGrad":
         norms = [entry.pop("exp_avg_norm") for entry in state.values()]
@@ -303,7 +302,7 @@ def test_groups_know_their_step(name):
     """Schedules of BERT's recipes ask a group, at once after resuming too."""
     ps = start()
     optimizer = make(name, [{"params": ps[:2]}, {"params": []}])
-    assert "step" not in optimizer.param_groups[0]
+    assert ("step" in optimizer.param_groups[0]) == (name == "FusedMixedPrecisionLamb")
     for t, present in enumerate(((0, 1), (1,), (1,), ()), start=1):
         give_gradients(ps[:2], t)
         for i in {0, 1} - set(present):
@@ -312,10 +311,11 @@ def test_groups_know_their_step(name):
         assert int(optimizer.param_groups[0]["step"]) == min(t, 3)
     optimizer.add_param_group({"params": ps[2:]})
     train(optimizer, range(1, 2))
-    assert [int(group.get("step", -1)) for group in optimizer.param_groups] == [4, -1, 1]
+    empty = 0 if name == "FusedMixedPrecisionLamb" else -1
+    assert [int(group.get("step", -1)) for group in optimizer.param_groups] == [4, empty, 1]
     resumed = make(name, [{"params": start()[:2]}, {"params": []}, {"params": start()[2:]}])
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))
-    assert [int(group.get("step", -1)) for group in resumed.param_groups] == [4, -1, 1]
+    assert [int(group.get("step", -1)) for group in resumed.param_groups] == [4, empty, 1]
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "FusedAdam of contrib", "FusedSGD of contrib"])
@@ -438,6 +438,33 @@ def test_mixed_precision_lamb():
         assert optimizer.state[p]["step"].item() == 4
         assert (optimizer.state[p]["master_param"] == 0.5).all()
         assert (p == 0.5).all()
+
+
+def test_mixed_precision_lambs_rate_and_step_are_tensors():
+    """Of each group its own, into which a schedule writes; also after a checkpoint of numbers."""
+    ps = start()
+    optimizer = optimizers.FusedMixedPrecisionLamb(ps[:1], lr=0.5, step=3)
+    optimizer.add_param_group({"params": ps[1:], "lr": 0.25})
+    numbers = copy.deepcopy(optimizer.state_dict())
+    for group in numbers["param_groups"]:
+        group["lr"] = group["lr"].item()
+        del group["step"]
+    for load in (lambda: None, lambda: optimizer.load_state_dict(numbers)):
+        load()
+        groups = optimizer.param_groups
+        for name, values in (("lr", [0.5, 0.25]), ("step", [3.0, 3.0])):
+            tensors = [group[name] for group in groups]
+            assert [t.item() for t in tensors] == values
+            assert tensors[0].dtype == f32
+            assert len({t.data_ptr() for t in tensors}) == 2
+    groups[0]["lr"].zero_()
+    before = copy.deepcopy(ps)
+    train(optimizer, range(1, 2))
+    assert [torch.equal(p, b) for p, b in zip(ps, before, strict=True)] == [True, False, False]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    rate = groups[1]["lr"]
+    schedule.step()
+    assert (groups[1]["lr"] is rate, rate.item()) == (True, 0.125)
 
 
 @pytest.mark.parametrize("dtype", [f32, f16])

@@ -209,8 +209,9 @@ class FusedLAMB(ApexOptimizer, optim.LAMB):
 class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
     """:class:`FusedLAMB` with FP32 masters, for a loop with torch's GradScaler.
 
-    Step counts start from `step`. Half parameters have masters if `reduced_precision_dtype` is
-    given; it may be set later, before the first step.
+    Step counts start from `step`. The `lr` and `step` of a group are tensors on its device, the
+    group's own, in which schedules may write. Half parameters have masters if
+    `reduced_precision_dtype` is given; it may be set later, before the first step.
     """
 
     _copied = (*FusedLAMB._copied, "_first_step", "_reduced_precision_dtype")
@@ -232,6 +233,22 @@ class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
         )  # fmt: skip
         self.skip_nonfinite = True
         self.reduced_precision_dtype = reduced_precision_dtype
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group."""
+        super().add_param_group(param_group)
+        self._make_tensors(self.param_groups[-1])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads apex's, torch's and ampfuse's state dicts."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            self._make_tensors(group)
+
+    def _make_tensors(self, group: dict[str, Any]) -> None:
+        device = next((param.device for param in group["params"]), None)
+        for name, value in (("lr", group["lr"]), ("step", group.get("step", self._first_step))):
+            group[name] = torch.as_tensor(value, dtype=torch.float32, device=device).clone()
 
     def _set_dtype(self, dtype: torch.dtype | None) -> None:
         self._reduced_precision_dtype, self.master_weights = dtype, dtype is not None
