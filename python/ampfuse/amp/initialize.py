@@ -141,27 +141,36 @@ def initialize(
         cast_model_outputs=cast_model_outputs,
         fuse=fuse,
     )
-    check_num_losses(num_losses)
-    session = sessions.Session(
-        policy=policy,
-        loss_scalers=[
-            LossScaler(
-                policy.loss_scale,
-                init_scale,
-                growth_factor,
-                growth_interval,
-                min_loss_scale,
-                max_loss_scale,
-                backoff_factor=backoff_factor,
-                hysteresis=hysteresis,
-            )
-            for _ in range(num_losses)
-        ],
-        verbosity=verbosity,
+    session = make_session(
+        policy,
+        num_losses,
+        verbosity,
+        init_scale=init_scale,
+        scale_factor=growth_factor,
+        scale_window=growth_interval,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+        backoff_factor=backoff_factor,
+        hysteresis=hysteresis,
     )
     own_masters = master_weights is None
     allow_half = allow_incoming_model_not_fp32
     return set_up(models, optimizers, session, allow_half=allow_half, own_masters=own_masters)
+
+
+def make_session(
+    policy: Policy,
+    num_losses: Any,
+    verbosity: int,
+    *,
+    scaler: type[LossScaler] = LossScaler,
+    **scaling: Any,
+) -> sessions.Session:
+    """The session of a call of :func:`initialize`: a `scaler` of this `scaling` for each loss."""
+    if not (isinstance(num_losses, int) and num_losses >= 1):
+        raise ValueError(f"num_losses must be an integer of at least 1, not {num_losses!r}.")
+    scalers = [scaler(policy.loss_scale, **scaling) for _ in range(num_losses)]
+    return sessions.Session(policy, scalers, verbosity)
 
 
 def set_up(
@@ -218,11 +227,6 @@ def set_up(
     if policy.autocast_type is not None:
         install_registered()
     return models if optimizers is None else (models, optimizers)
-
-
-def check_num_losses(count: Any) -> None:
-    if not (isinstance(count, int) and count >= 1):
-        raise ValueError(f"num_losses must be an integer of at least 1, not {count!r}.")
 
 
 def _masters_of(optimizer: Any, policy: Policy, keep_own: bool) -> bool | Literal["split"]:

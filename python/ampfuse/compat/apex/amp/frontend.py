@@ -13,7 +13,7 @@ from ampfuse.amp import policy as policies
 from ampfuse.amp import session as sessions
 from ampfuse.amp import state_dict as state_dict
 from ampfuse.amp.casts import Casts
-from ampfuse.amp.initialize import check_num_losses, set_up, turn_off
+from ampfuse.amp.initialize import make_session, set_up, turn_off
 from ampfuse.compat.apex.amp._amp_state import _amp_state, add_stash, warn_or_err
 from ampfuse.compat.apex.amp.amp import replace_functions
 from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
@@ -124,17 +124,14 @@ def initialize(
     _filled(properties, policy)
     listed = _as_list(optimizers)
     _refuse_fp16_optimizer(listed)
-    check_num_losses(num_losses)
-    scalers = [
-        LossScaler(policy.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        for _ in range(num_losses)
-    ]
+    # From 2 on scale_loss would log the overflows that after_pass prints.
+    session = make_session(
+        policy, num_losses, min(verbosity, 1), scaler=LossScaler, min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+    )  # fmt: skip
+    session.everywhere, session.after_pass = True, after_pass
     # Scripts save scalers as objects. They hold numbers only: weights_only=True may load them.
     torch.serialization.add_safe_globals([LossScaler])
-    # From 2 on scale_loss would log the overflows that after_pass prints.
-    session = sessions.Session(
-        policy, list(scalers), min(verbosity, 1), everywhere=True, after_pass=after_pass
-    )
     allow_half = _amp_state.allow_incoming_model_not_fp32 or _amp_state.hard_override
     result = set_up(models, optimizers, session, allow_half=allow_half)
 

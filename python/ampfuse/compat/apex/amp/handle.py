@@ -19,6 +19,7 @@ from ampfuse.amp import scale_loss as scale_loss
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import Casts, install
 from ampfuse.amp.function_casts import restore_registered
+from ampfuse.amp.initialize import make_session
 from ampfuse.amp.policy import O1
 from ampfuse.compat.apex.amp.scaler import LossScaler
 from ampfuse.optim import upgrade
@@ -118,10 +119,10 @@ class OptimWrapper:
     def __init__(self, optimizer: torch.optim.Optimizer, amp_handle: Any, num_loss: int) -> None:
         self._optimizer, self._amp_handle = optimizer, amp_handle
         self._num_loss, self._loss_idx = num_loss, 0
-        self._loss_scaler = [LossScaler("dynamic") for _ in range(num_loss)]
+        session = make_session(O1, num_loss, verbosity=0, scaler=LossScaler)
+        self._loss_scaler = session.loss_scalers
         if amp_handle.is_active():
             upgrade(optimizer, master_weights=False)
-            session = sessions.Session(O1, list(self._loss_scaler), verbosity=0)
             optimizer._amp_session = session  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
