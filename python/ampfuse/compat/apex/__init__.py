@@ -28,36 +28,26 @@ def deprecated_warning(msg: str) -> None:
     warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=2)
 
 
-# apex module names that another module serves here.
-_ALIASES = {
-    "amp.opt": amp.handle,
-    "contrib.clip_grad.clip_grad": contrib.clip_grad,
-    "contrib.optimizers.fp16_optimizer": contrib.optimizers,
-    "contrib.optimizers.fused_adam": contrib.optimizers,
-    "contrib.optimizers.fused_lamb": contrib.optimizers,
-    "contrib.optimizers.fused_sgd": contrib.optimizers,
-    "contrib.xentropy.softmax_xentropy": contrib.xentropy,
-    "fp16_utils.fp16util": fp16_utils,
-    "fp16_utils.loss_scaler": fp16_utils,
-    "mlp.mlp": mlp,
-    "multi_tensor_apply.multi_tensor_apply": multi_tensor_apply,
-    "optimizers.fp16_optimizer": optimizers,
-    "optimizers.fused_adagrad": optimizers,
-    "optimizers.fused_adam": optimizers,
-    "optimizers.fused_lamb": optimizers,
-    "optimizers.fused_mixed_precision_lamb": optimizers,
-    "optimizers.fused_novograd": optimizers,
-    "optimizers.fused_sgd": optimizers,
-    "parallel.distributed": parallel,
-    "parallel.optimized_sync_batchnorm": parallel,
-    "parallel.sync_batchnorm": parallel,
-    "reparameterization.reparameterization": reparameterization,
-    "reparameterization.weight_norm": reparameterization,
+# Modules of apex below these that the module itself serves.
+_SERVED = {
+    contrib.clip_grad: "clip_grad",
+    contrib.optimizers: "fp16_optimizer fused_adam fused_lamb fused_sgd",
+    contrib.xentropy: "softmax_xentropy",
+    fp16_utils: "fp16util loss_scaler",
+    mlp: "mlp",
+    multi_tensor_apply: "multi_tensor_apply",
+    optimizers: (
+        "fp16_optimizer fused_adagrad fused_adam fused_lamb fused_mixed_precision_lamb "
+        "fused_novograd fused_sgd"
+    ),
+    parallel: "distributed optimized_sync_batchnorm",
+    reparameterization: "reparameterization weight_norm",
 }
-for _alias, _module in _ALIASES.items():
-    _package, _, _name = f"{__name__}.{_alias}".rpartition(".")
-    _parent = sys.modules[_package]
-    assert not hasattr(_parent, _name), _alias
-    setattr(_parent, _name, _module)
-    vars(_parent).setdefault("__path__", [])  # a package's: Python asks for modules in it
-    sys.modules[f"{__name__}.{_alias}"] = _module
+_aliases = [
+    (package, name, package) for package, names in _SERVED.items() for name in names.split()
+]
+for _package, _name, _module in [*_aliases, (amp, "opt", amp.handle)]:
+    assert not hasattr(_package, _name), _name
+    setattr(_package, _name, _module)
+    vars(_package).setdefault("__path__", [])  # a package's: Python asks for modules in it
+    sys.modules[f"{_package.__name__}.{_name}"] = _module

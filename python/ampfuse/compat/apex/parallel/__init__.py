@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.compat.apex.apex_C import flatten, unflatten
-from ampfuse.compat.apex.parallel.sync_batch_norm import sync_normalize
+from ampfuse.compat.apex.parallel.sync_batchnorm import SyncBatchNorm
 from ampfuse.optim import larc as LARC
 
 __all__ = [
@@ -128,35 +128,6 @@ def flat_dist_call(
             flat.div_(dist.get_world_size())
         for tensor, value in zip(group, unflatten(flat, group), strict=True):
             tensor.copy_(value)
-
-
-# torch's class cannot be the base: DistributedDataParallel refuses it on the CPU.
-class SyncBatchNorm(_BatchNorm):
-    """Batch norm over the batches of all processes, on GPUs and CPUs.
-
-    It extends torch's: with `channel_last` the input's channels are its last dimension, with
-    `fuse_relu` a ReLU is applied to the result.
-    """
-
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1,
-        affine: bool = True, track_running_stats: bool = True, process_group: Any = None,
-        channel_last: bool = False, fuse_relu: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(num_features, eps, momentum, affine, track_running_stats)
-        self.process_group, self.channel_last = process_group, channel_last
-        self.fuse_relu = fuse_relu
-
-    _check_input_dim = nn.SyncBatchNorm._check_input_dim
-    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
-
-    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalize `input` (N, C, ...), add `z` of the same shape if given."""
-        if not self.channel_last:
-            return sync_normalize(self, input, z, self.fuse_relu)
-        x, residual = (t if t is None else t.movedim(-1, 1) for t in (input, z))
-        assert x is not None
-        return sync_normalize(self, x, residual, self.fuse_relu).movedim(1, -1)
 
 
 def convert_syncbn_model(

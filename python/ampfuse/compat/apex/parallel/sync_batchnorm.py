@@ -1,4 +1,4 @@
-"""Batch norm over several processes, on GPUs and CPUs, with an add and a ReLU."""
+"""``apex.parallel.sync_batchnorm``: batch norm over several processes, on GPUs and CPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,36 @@ from ampfuse.nn.modules import count_batch, normalize
 from ampfuse.torch_utils import FLOAT_DTYPES
 
 
-def sync_normalize(norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+# torch's class cannot be the base: DistributedDataParallel refuses it on the CPU.
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm over the batches of all processes, on GPUs and CPUs.
+
+    It extends torch's: with `channel_last` the input's channels are its last dimension, with
+    `fuse_relu` a ReLU is applied to the result.
+    """
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1,
+        affine: bool = True, track_running_stats: bool = True, process_group: Any = None,
+        channel_last: bool = False, fuse_relu: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group, self.channel_last = process_group, channel_last
+        self.fuse_relu = fuse_relu
+
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalize `input` (N, C, ...), add `z` of the same shape if given."""
+        if not self.channel_last:
+            return _normalize(self, input, z, self.fuse_relu)
+        x, residual = (t if t is None else t.movedim(-1, 1) for t in (input, z))
+        assert x is not None
+        return _normalize(self, x, residual, self.fuse_relu).movedim(1, -1)
+
+
+def _normalize(norm: Any, x: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     """The ``forward`` of ``nn.SyncBatchNorm``, of `norm` on `x` (N, C, ...); then add and ReLU."""
     images = _as_images(x)
     fits = images.is_contiguous(memory_format=torch.channels_last) and x.dtype in FLOAT_DTYPES
