@@ -348,6 +348,7 @@ def lamb_apply(params, updates, has_ratio):
     return result
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("models", [None, f16, bf16])
 @pytest.mark.parametrize(("late", "first"), list(itertools.product((False, True), (False, True))))
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
@@ -402,6 +403,7 @@ def test_sgd_without_decay_does_not_read_the_weights(dtype, device):
     assert lists[2][0].tolist() == [1.5] * 3
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize(("mode", "bc"), list(itertools.product((0, 1), (0, 1))))
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 @pytest.mark.parametrize(
@@ -444,6 +446,7 @@ def test_adagrad_follows_apexs_formula(dtype, mode, device):
     assert_lists(lists[1:], expected)
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize(
     ("mode", "bc", "averaging", "kind"), list(itertools.product((0, 1), (0, 1), (0, 1), (0, 2)))
 )
@@ -464,6 +467,7 @@ def test_novograd_follows_apexs_formula(dtype, mode, bc, averaging, kind, device
     assert noop.item() == 1
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize(
     ("mode", "bc", "averaging", "wd", "nvlamb", "largest"),
     [
@@ -685,6 +689,7 @@ def test_an_operation_shows_its_own_call():
 # --- fused_adam_cuda ------------------------------------------------------------------------------
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("mode", [0, 1])
 @pytest.mark.parametrize("bias_correction", [0, 1])
 @pytest.mark.parametrize(("dtype", "of_grad"), [(f32, f16), (f32, f32), (f64, f64)])

@@ -42,8 +42,15 @@ SGD = {"lr": (0.05,), "momentum": (0, 0.9), "weight_decay": (0, 0.1), "dampening
 
 
 def every(flags):
-    """Every combination of the values of the flags."""
-    return [dict(zip(flags, values, strict=True)) for values in itertools.product(*flags.values())]
+    """Every combination of the values of the flags; the first values, each other value alone, and
+    all others together, in quick runs too."""
+    cases = []
+    for values in itertools.product(*flags.values()):
+        changed = [v != first for v, (first, *_) in zip(values, flags.values(), strict=True)]
+        is_quick = sum(changed) <= 1 or sum(changed) == sum(len(v) > 1 for v in flags.values())
+        marks = () if is_quick else pytest.mark.exhaustive
+        cases.append(pytest.param(dict(zip(flags, values, strict=True)), marks=marks))
+    return cases
 
 
 OPTIMIZERS = {
@@ -61,12 +68,12 @@ OPTIMIZERS = {
 RULES = {name: (rule, every(flags)) for name, (rule, flags) in OPTIMIZERS.items()}
 for late in ({}, {"wd_after_momentum": True}):
     nesterov = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
-    RULES["FusedSGD"][1].append(nesterov | late)
+    RULES["FusedSGD"][1].append(pytest.param(nesterov | late))
 for name in OPTIMIZERS.keys() - {"FusedSGD"}:
-    RULES[name][1].append({"eps": 0.1})  # so large that it counts
+    RULES[name][1].append(pytest.param({"eps": 0.1}))  # so large that it counts
 for name in ("FusedLAMB", "FusedMixedPrecisionLamb"):
     # 0 does not switch clipping off: it is the norm that all gradients are clipped to.
-    RULES[name][1].extend({"max_grad_norm": largest} for largest in (0, math.inf))
+    RULES[name][1].extend(pytest.param({"max_grad_norm": norm}) for norm in (0, math.inf))
 OLD = {"lr": (0.05,), "eps": (1e-3,), "weight_decay": (0.1,), "bias_correction": ON}
 OLD |= {"max_grad_norm": (0.0, 0.5, 100.0)}
 for name in ("FusedAdam of 2019", "FusedAdam of contrib"):
@@ -91,10 +98,14 @@ def make(name, params, **options):
     return kind_of(name, **(usual | options))(params)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, options) for name, (_, cases) in RULES.items() for options in cases],
+    [
+        pytest.param(name, *case.values, marks=case.marks)
+        for name, (_, cases) in RULES.items()
+        for case in cases
+    ],
     ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
 )
 def test_formulas(name, options, groups):
@@ -200,17 +211,17 @@ def test_they_train_and_resume_with_the_same_bits(name, level):
     """
     of = {"FusedSGD": {"lr": 0.1, "momentum": 0.9}}.get(name, {"lr": 0.02})
     model, optimizer = started_by_apex(kind_of(name), level, **of)
-    losses = train_by_apex(model, optimizer, 6)
+    losses = train_by_apex(model, optimizer, 3)
     things = (model, optimizer, amp) if isinstance(level, str) else (model, optimizer)
     saved = [copy.deepcopy(thing.state_dict()) for thing in things]
-    losses += train_by_apex(model, optimizer, 6)
+    losses += train_by_apex(model, optimizer, 3)
     assert losses[-1] < losses[0]
     again, resumed = started_by_apex(kind_of(name), level, **of)
     for thing, state in zip((again, resumed, amp), saved, strict=False):
         thing.load_state_dict(state)
     states = resumed.state_dict()["state"].values()
     assert {value.dtype for entry in states for value in entry.values()} == {f32}
-    train_by_apex(again, resumed, 6)
+    train_by_apex(again, resumed, 3)
     assert_same_bits(snapshot(resumed), snapshot(optimizer))
 
 

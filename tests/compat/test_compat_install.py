@@ -1,5 +1,6 @@
 """``ampfuse.compat.apex.install`` and ``python -m``: which apex a script gets, and who says so."""
 
+import importlib
 import importlib.util
 import sys
 import warnings
@@ -9,6 +10,7 @@ import pytest
 import ampfuse.compat.apex as compat
 import ampfuse.compat.apex.__main__ as runner
 from ampfuse import optim
+from ampfuse.compat.apex.install import EXTENSIONS
 from cases import clean_apex_names
 
 
@@ -169,7 +171,24 @@ def test_the_program_says_which_apex(other, tmp_path, capsys):
     assert capsys.readouterr().out == "ampfuse.compat.apex\n"
 
 
-@pytest.mark.parametrize("has_other", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.filterwarnings("ignore:`import apex` finds")
+@pytest.mark.parametrize("has_other", [False, True])
+def test_the_path_of_a_script_leads_to_every_name(has_other, tmp_path):
+    """A process that is spawned begins with it and without modules, whichever name comes first."""
+    if has_other:
+        (tmp_path / "apex.py").write_text("raise ImportError('the other apex')\n")
+    sys.path.insert(0, "")
+    runner.main([script(tmp_path, "import apex\n")])
+    for name in ("apex", *EXTENSIONS):
+        compat.uninstall()
+        assert name not in sys.modules
+        assert importlib.import_module(name) is (compat if name == "apex" else vars(compat)[name])
+        assert sys.modules["apex"] is compat
+        assert compat.installed_apex() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_other", [False, True])
 def test_processes_that_a_script_spawns_find_it_too(has_other, tmp_path, capfd):
     """``torch.multiprocessing.spawn`` and the workers of a DataLoader may do that."""
     if has_other:

@@ -211,6 +211,7 @@ KINDS = {
 }
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("larc", [None, "within", "around"])
 @pytest.mark.parametrize("scaling", [{}, {"static_loss_scale": 64.0}, DYNAMIC_64], ids=str)
 @pytest.mark.parametrize(
@@ -315,6 +316,7 @@ ACTIONS = {
 BETWEEN = ("update", "look update", "update look update update", "look_at_model update")
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("scaling", [{"static_loss_scale": 128.0}, {"dynamic_loss_scale": True}])
 @pytest.mark.parametrize("first", ["backward", "delayed", "own"])
@@ -556,6 +558,7 @@ def test_gradients_left_scaled_keep_their_scale(larc):
 # --- checkpoints --------------------------------------------------------------------------------
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("larc", [None, "within", "around"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_first", [True, False])

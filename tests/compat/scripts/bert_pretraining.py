@@ -21,7 +21,7 @@ parser.add_argument("--opt-level", default="O2")
 parser.add_argument("--no-amp", action="store_true")
 parser.add_argument("--allreduce_post_accumulation_fp16", action="store_true")
 args = parser.parse_args()
-MAX_STEPS, ACCUMULATION_STEPS, INIT_LOSS_SCALE, OVERFLOW_AT = 30, 2, 2**20, [4, 11, 12, 20]
+MAX_STEPS, ACCUMULATION_STEPS, INIT_LOSS_SCALE, OVERFLOW_AT = 16, 2, 2**20, [2, 5, 6, 11]
 
 skipped_steps = 0
 
