@@ -204,24 +204,6 @@ def test_a_power_that_is_assigned_is_float(low, region):
         )
 
 
-@halves
-def test_binary_cross_entropy_is_banned_on_half(low):
-    def loss(dtype):
-        x, target = torch.rand(4).to(dtype), torch.rand(4)
-        by_function = F.binary_cross_entropy(x, target)
-        assert torch.equal(nn.BCELoss()(x, target), by_function)
-        return by_function.dtype
-
-    for turn_on in REGIONS.values():
-        turn_on(low)
-        assert loss(f32) == f32
-        with pytest.raises(NotImplementedError, match="with_logits"):
-            loss(low)
-    amp._amp_state.handle._deactivate()
-    amp.init(patch_type=low, allow_banned=True)
-    assert loss(low) == f32
-
-
 @pytest.mark.parametrize("later", ["O2", "disabled"])
 def test_replaced_functions_outlive_o1_for_its_models_alone(later):
     seen = []
@@ -233,18 +215,23 @@ def test_replaced_functions_outlive_o1_for_its_models_alone(later):
 
 
 @halves
-def test_the_latest_call_decides_on_banned_functions(low):
-    def loss():
-        return F.binary_cross_entropy(torch.rand(4).to(low), torch.rand(4)).dtype
+def test_the_latest_call_decides_whether_binary_cross_entropy_takes_half(low):
+    def loss(dtype):
+        x, target = torch.rand(4).to(dtype), torch.rand(4)
+        by_function = F.binary_cross_entropy(x, target)
+        assert torch.equal(nn.BCELoss()(x, target), by_function)
+        return by_function.dtype
 
     for turn_on in REGIONS.values():
         amp.init(patch_type=low, allow_banned=True)
-        assert loss() == f32
+        assert loss(low) == f32
         turn_on(low)
+        assert loss(f32) == f32
         with pytest.raises(NotImplementedError, match="with_logits"):
-            loss()
+            loss(low)
+    amp._amp_state.handle._deactivate()
     amp.init(patch_type=low, allow_banned=True)
-    assert loss() == f32
+    assert loss(low) == f32
 
 
 @both
