@@ -350,15 +350,28 @@ def test_loss_scalers_load_with_weights_only_after_install():
     assert through_a_file(scaler).loss_scale() == 4.0
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_of_loss_scalers_keep_their_hysteresis(copied):
-    scaler = LossScaler("dynamic", hysteresis=3)
-    for _ in range(2):
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: through_a_file([x])[0]],
+)
+def test_copies_of_loss_scalers_go_on(copied):
+    start()
+    scaler = LossScaler("dynamic", scale_window=7, backoff_factor=0.25, hysteresis=3)
+    scaler._loss_scale, scaler._unskipped = 512.0, 3
+
+    def overflow(scaler):
         scaler.unscale([torch.tensor([INF])], [torch.empty(1)], None)
         scaler.update_scale()
         scaler.clear_overflow_state()
-    assert copied(scaler).state_dict() == scaler.state_dict()
+
+    overflow(scaler)
+    overflow(scaler)
     assert scaler.state_dict()["hysteresis_left"] == 1
+    again = copied(scaler)
+    assert again.dynamic
+    assert again.state_dict() == scaler.state_dict()
+    overflow(again)
+    assert (again.loss_scale(), again._scale_seq_len) == (128.0, 7)
 
 
 @pytest.mark.parametrize(("minimum", "expected"), [(None, 2.0**-24), (0.5, 0.5)])
@@ -367,19 +380,6 @@ def test_a_scale_that_reached_zero_in_apex_loads_as_the_minimum(minimum, expecte
     scaler = LossScaler.__new__(LossScaler)
     scaler.__setstate__(pickled)
     assert scaler.state_dict() == {"loss_scale": expected, "unskipped": 2}
-
-
-def test_loss_scalers_pickle():
-    start()
-    scaler = LossScaler("dynamic", scale_window=7, backoff_factor=0.25)
-    scaler._loss_scale, scaler._unskipped = 512.0, 3
-    assert through_a_file([scaler])[0].state_dict() == scaler.state_dict()
-    again = pickle.loads(pickle.dumps(scaler))
-    assert again.state_dict() == scaler.state_dict()
-    assert again.dynamic
-    again.unscale([torch.tensor([INF])], [torch.empty(1)], None)
-    again.update_scale()
-    assert again.loss_scale() == 128.0
 
 
 # An overflow in the first of two passes is seen when the second one adds to it.
