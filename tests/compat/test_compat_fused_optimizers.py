@@ -539,36 +539,27 @@ def test_contribs_fused_adam_scales_the_gradients_of_its_closure():
         optimizer.step(output_params=[torch.empty(1)])
 
 
-def test_contribs_fused_adam_clips_each_group_of_scaled_gradients():
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [("FusedAdam", {"max_grad_norm": 0.5}, 1.0), ("FusedSGD", {}, 4.0)],
+)
+def test_contribs_steps_divide_by_their_scale(kind, options, told):
+    """And by the scale that it was told; what is clipped by group are copies."""
     ps = start()
     twins = copy.deepcopy(ps)
-    options = {"lr": 0.05, "max_grad_norm": 0.5}
-    optimizer, plain = (
-        apex.contrib.optimizers.FusedAdam([{"params": p[:1]}, {"params": p[1:]}], **options)
-        for p in (ps, twins)
-    )
+    make = functools.partial(getattr(apex.contrib.optimizers, kind), lr=0.05, **options)
+    optimizer, plain = (make([{"params": p[:1]}, {"params": p[1:]}]) for p in (ps, twins))
     for t in (1, 2):
-        scaled = [8 * g for g in give_gradients(twins, t)]
+        scaled = [8 * told * g for g in give_gradients(twins, t)]
         for p, g in zip(ps, scaled, strict=True):
             p.grad = g.clone()
+        optimizer.most_recent_scale, optimizer.scale_set_by_backward = told, True
         optimizer.step(scale=8.0)
         plain.step()
         assert_same([p.grad for p in ps], scaled)
+        assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
     for p, twin in zip(ps, twins, strict=True):
-        assert_close(p, twin)
-
-
-def test_contribs_fused_sgd_divides_by_both_scales():
-    ps = start()
-    twins = copy.deepcopy(ps)
-    optimizer, plain = (apex.contrib.optimizers.FusedSGD(each, lr=0.05) for each in (ps, twins))
-    give_gradients(ps, 1, scale=32.0)
-    give_gradients(twins, 1)
-    optimizer.most_recent_scale, optimizer.scale_set_by_backward = 4.0, True
-    optimizer.step(scale=8.0)
-    plain.step()
-    assert_same(ps, twins)
-    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
+        assert_close(p, twin) if options else assert_same(p, twin)
 
 
 @pytest.mark.parametrize("kind", ["FusedAdam", "FusedSGD"])
