@@ -63,6 +63,7 @@ def test_every_module_is_there_under_both_names():
     assert apex.amp._amp_state is _amp_state is compat.amp._amp_state
     assert not hasattr(_amp_state, "_amp_state")
     assert apex.parallel.LARC.LARC is optim.LARC
+    assert apex.optimizers.fp16_optimizer.FP16_Optimizer.__name__ == "FP16_Optimizer"
     assert all(map(callable, (master_params, maybe_print, warn_or_err, flat_dist_call)))
     assert all(map(callable, (half_function, init, register_float_function)))
     assert compat.install() is compat  # again: no harm
@@ -84,6 +85,7 @@ def test_every_module_is_there_under_both_names():
             "normalization.fused_layer_norm.FusedLayerNormAffineFunction",
             "apex.normalization.FusedLayerNorm;",
         ),
+        ("from {}.amp.amp import wrap", "amp.amp.wrap", "ampfuse.amp"),
         ("import {}.unheard.of", "unheard", "torch's own"),
     ],
 )
@@ -188,17 +190,16 @@ def test_the_path_of_a_script_leads_to_every_name(has_other, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_other", [False, True])
-def test_processes_that_a_script_spawns_find_it_too(has_other, tmp_path, capfd):
+@pytest.mark.filterwarnings("ignore:`import apex` finds")
+def test_processes_that_a_script_spawns_find_it_too(tmp_path, capfd):
     """``torch.multiprocessing.spawn`` and the workers of a DataLoader may do that."""
-    if has_other:
-        (tmp_path / "apex.py").write_text("raise ImportError('the other apex')\n")
+    (tmp_path / "apex.py").write_text("raise ImportError('the other apex')\n")
     path = script(
         tmp_path,
         """
 import multiprocessing
 import sys
-import {}
+import apex
 from apex.amp import _amp_state
 
 def work():
@@ -213,7 +214,7 @@ if __name__ == "__main__":
     process.start()
     process.join()
     sys.exit(process.exitcode)
-""".format("apex" if has_other else "apex_C"),
+""",
     )
     sys.path.insert(0, "")
     with pytest.raises(SystemExit) as exit:

@@ -43,11 +43,12 @@ _SERVED = {
     parallel: "distributed optimized_sync_batchnorm",
     reparameterization: "reparameterization weight_norm",
 }
-_aliases = [
-    (package, name, package) for package, names in _SERVED.items() for name in names.split()
-]
+_aliases = [(each, name, each) for each, names in _SERVED.items() for name in names.split()]
 for _package, _name, _module in [*_aliases, (amp, "opt", amp.handle)]:
     assert not hasattr(_package, _name), _name
     setattr(_package, _name, _module)
-    vars(_package).setdefault("__path__", [])  # a package's: Python asks for modules in it
     sys.modules[f"{_package.__name__}.{_name}"] = _module
+for _name, _module in list(sys.modules.items()):
+    if _name.startswith(f"{__name__}.") and _module not in (amp_C, apex_C, fused_adam_cuda):
+        # As of a package: Python asks ``UnsupportedFinder`` for names that the module lacks.
+        vars(_module).setdefault("__path__", [])

@@ -282,6 +282,10 @@ class LegacyFP16Optimizer(FP16_Optimizer):
         }
 
 
+# Scripts look at the names of classes.
+LegacyFP16Optimizer.__name__ = LegacyFP16Optimizer.__qualname__ = FP16_Optimizer.__name__
+
+
 # --- state dicts of apex --------------------------------------------------------------------------
 
 

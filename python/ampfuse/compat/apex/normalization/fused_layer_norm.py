@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from ampfuse.nn import layer_norm, rms_norm
 
-__path__: list[str] = []  # a package's: Python asks ``UnsupportedFinder`` for names not here
-
 
 def _mixed(
     norm: Callable[..., Tensor], input: Tensor, shape: Any, eps: Any, *params: Tensor
