@@ -26,24 +26,14 @@ from ampfuse.compat.apex.multi_tensor_apply import (
 
 # The lists of the operations: gradients, parameters, half weights that receive these (models), a
 # place for updates, and the states of the algorithm. The values are types, see `typed_rows`.
-_ADAM = {"grads": "grads", "params": "params", "exp_avg": "float32", "exp_avg_sq": "float32"}
-_ADAM_MASTER = {
-    "grads": "grads", "models": "models", "exp_avg": "float32", "exp_avg_sq": "float32",
-    "params": "float32",
-}  # fmt: skip
-_LAMB = dict.fromkeys(("grads", "params", "exp_avg", "exp_avg_sq"), "grads")
-_LAMB_MASTER = {
-    "grads": "grads", "params": "float32", "exp_avg": "float32", "exp_avg_sq": "float32",
-    "models": "models",
-}  # fmt: skip
-_LAMB_UPDATE = {
-    "grads": "grads", "params": "params", "exp_avg": "params", "exp_avg_sq": "params",
-    "updates": "updates",
-}  # fmt: skip
-_SGD = dict.fromkeys(("grads", "params", "momentum_buffer"), "grads")
-_SGD_MASTER = {
-    "grads": "grads", "params": "float32", "momentum_buffer": "float32", "models": "half"
-}  # fmt: skip
+_GRADS, _MOMENTS = {"grads": "grads"}, ("exp_avg", "exp_avg_sq")
+_ADAM = _GRADS | {"params": "params"} | dict.fromkeys(_MOMENTS, "float32")
+_ADAM_MASTER = _GRADS | {"models": "models"} | dict.fromkeys((*_MOMENTS, "params"), "float32")
+_LAMB = _GRADS | dict.fromkeys(("params", *_MOMENTS), "grads")
+_LAMB_MASTER = _GRADS | dict.fromkeys(("params", *_MOMENTS), "float32") | {"models": "models"}
+_LAMB_UPDATE = _GRADS | dict.fromkeys(("params", *_MOMENTS), "params") | {"updates": "updates"}
+_SGD = _GRADS | dict.fromkeys(("params", "momentum_buffer"), "grads")
+_SGD_MASTER = _GRADS | dict.fromkeys(("params", "momentum_buffer"), "float32") | {"models": "half"}
 
 
 def multi_tensor_sgd(

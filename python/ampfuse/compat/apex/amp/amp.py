@@ -64,8 +64,6 @@ def init(
     return handle
 
 
-# --- functions of torch ---------------------------------------------------------------------------
-
 _IN_PLACE = "acos_ asin_ cosh_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_"
 _METHODS = f"{_IN_PLACE} erfinv_ pow_ cumprod_ cumsum_ renorm_"
 _allows_banned = False  # of the latest call

@@ -6,7 +6,8 @@ Their state dicts have apex's keys, holding plain data and no objects. Each load
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ class FP16_Optimizer(torch.optim.Optimizer):
     lists; flat under ``all_fp16_params`` and so on.
     """
 
+    _scaling_defaults: Mapping[str, Any] = MappingProxyType({})
+    _skips_at_static_scale = False
+
     def __init__(
         self, init_optimizer: torch.optim.Optimizer, static_loss_scale: float = 1.0,
         dynamic_loss_scale: bool = False, dynamic_loss_args: dict[str, Any] | None = None,
@@ -56,7 +60,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         check_optimizer(init_optimizer, "FP16_Optimizer(optimizer)")
         inner = init_optimizer
-        self._dynamic_loss_args = dynamic_loss_args or {}
+        self._dynamic_loss_args = {**self._scaling_defaults, **(dynamic_loss_args or {})}
         for param in parameters(inner):
             if param.requires_grad and param.dtype not in FLOAT_DTYPES:
                 raise TypeError(
@@ -83,7 +87,7 @@ class FP16_Optimizer(torch.optim.Optimizer):
         """Use `scaler` from now on; a dynamic one makes overflows skip the step."""
         self.loss_scaler = scaler
         self.dynamic_loss_scale = scaler.dynamic
-        self.optimizer.skip_on_overflow = scaler.dynamic
+        self.optimizer.skip_on_overflow = scaler.dynamic or self._skips_at_static_scale
 
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "_lists"):  # not there yet
@@ -237,17 +241,8 @@ class LegacyFP16Optimizer(FP16_Optimizer):
     ``grad_norms``, as that of 2019's FusedAdam does, gets the norm of each group.
     """
 
-    def __init__(
-        self, init_optimizer: torch.optim.Optimizer, static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False, dynamic_loss_args: dict[str, Any] | None = None,
-        verbose: bool = True,
-    ) -> None:  # fmt: skip
-        args = {"scale_window": 1000, "min_loss_scale": 1.0, **(dynamic_loss_args or {})}
-        super().__init__(init_optimizer, static_loss_scale, dynamic_loss_scale, args, verbose)
-
-    def set_loss_scaler(self, scaler: LossScaler) -> None:
-        super().set_loss_scaler(scaler)
-        self.optimizer.skip_on_overflow = True
+    _scaling_defaults = MappingProxyType({"scale_window": 1000, "min_loss_scale": 1.0})
+    _skips_at_static_scale = True
 
     def zero_grad(  # type: ignore[override]
         self, set_grads_to_None: bool = True, set_to_none: bool | None = None
