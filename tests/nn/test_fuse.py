@@ -243,6 +243,11 @@ def under_autocast(self, x):
         return self.norm(x)
 
 
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
 class Overridden(nn.BatchNorm2d):
     def forward(self, input):
         return super().forward(input) * 2
@@ -261,7 +266,12 @@ LEFT = {
     "no_grad": (without_gradients, "cannot be traced"),
     "autocast": (under_autocast, "gradient mode or autocast"),
     "type": (
-        lambda self, x: self.norm(x) if isinstance(self.conv(x), torch.Tensor) else x,
+        lambda self, x: self.norm(y[0] if isinstance(y := self.conv(x), tuple) else y),
+        "checks the type",
+        {"conv": Pair()},
+    ),
+    "type of a number": (
+        lambda self, x: self.norm(x) * (2 if isinstance(x.size(0), int) else 1),
         "checks the type",
     ),
     "subclass": (plain, "Overridden has no fused version", {"norm": Overridden(4)}),
@@ -278,6 +288,7 @@ LEFT = {
 def test_what_is_left_says_why(name):
     forward, reason, *attributes = LEFT[name]
     model = module(forward, *attributes)
+    expected = copy.deepcopy(model)(X)
     before, state = dict(model.__dict__), random.getstate()
     report = fuse(model)
     assert reason in report.left["norm"]
@@ -285,7 +296,7 @@ def test_what_is_left_says_why(name):
     assert reason in str(report)
     assert random.getstate() == state
     assert model.__dict__.keys() == before.keys()
-    model(X)
+    assert torch.equal(model(X), expected)
 
 
 def test_a_model_may_have_nothing_to_fuse():

@@ -7,11 +7,11 @@ import inspect
 import itertools
 import linecache
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ampfuse.nn.fuse.trace import (
@@ -88,8 +88,6 @@ def is_fused(method: Any) -> bool:
 _MAX_GRAPHS = 24  # of one module
 _OF_ALL_MODULES = frozenset(dir(nn.Module()))
 _number = itertools.count()
-# A ``forward`` may not depend on the types of its modules' outputs: these must give one graph.
-_OUTPUT_TYPES = (Tensor, list)
 
 
 def forward_from_graphs(
@@ -117,27 +115,17 @@ def forward_from_graphs(
     variants: dict[GraphKey, Callable[..., Any] | None] = {}
     fused: dict[nn.Module, str] = {}
     failure: Untraceable | None = None
-    graph_of = functools.cache(functools.partial(trace, owner, cls))
     for training in (True, False):
-        keys = [
-            GraphKey(training, tuple((name, kind) for name in required)) for kind in ARGUMENT_TYPES
-        ]
-        try:
-            variant, now = _variant(owner, cls, map(graph_of, keys, ARGUMENT_TYPES), rewrites)
-        except Untraceable:  # for some type at least
-            pass
-        else:
-            variants.update(dict.fromkeys(keys, variant))
-            fused = now | fused
-            continue
-        for key in keys:
-            try:
-                graphs = map(graph_of, (key, key), _OUTPUT_TYPES)
-                variants[key], now = _variant(owner, cls, graphs, rewrites)
-                fused = now | fused
-            except Untraceable as error:
-                variants[key] = None
-                failure = failure or error
+        variant, checks_types = None, True
+        for kind in ARGUMENT_TYPES:
+            key = GraphKey(training, tuple((name, kind) for name in required))
+            if checks_types:
+                try:
+                    variant, now, checks_types = _variant(owner, cls, key, rewrites)
+                    fused = now | fused
+                except Untraceable as error:
+                    variant, failure = None, failure or error
+            variants[key] = variant
     if not any(variants.values()):
         assert failure is not None
         raise failure
@@ -154,8 +142,7 @@ def forward_from_graphs(
         full = len(variants) >= _MAX_GRAPHS
         if key not in variants and not full and not torch.compiler.is_compiling():
             try:
-                graphs = (trace(self, cls, key, values) for values in _OUTPUT_TYPES)
-                variants[key], _ = _variant(self, cls, graphs, rewrites)
+                variants[key], *_ = _variant(self, cls, key, rewrites)
             except Untraceable:
                 variants[key] = None
         variant = variants.get(key)
@@ -178,23 +165,16 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _variant(
-    owner: nn.Module,
-    cls: type[nn.Module],
-    graphs: Iterator[fx.Graph],
-    rewrites: Iterable[Rewrite],
-) -> tuple[Callable[..., Any], dict[nn.Module, str]]:
-    """The method that runs the graph of `owner`, and what is fused in it.
-
-    Raises Untraceable unless all of `graphs`, which assume other types, are the same.
-    """
-    graph = next(graphs)
-    if any(str(graph) != str(other) for other in graphs):
-        raise Untraceable(f"{cls.__name__}.forward checks the type of a module's output")
+    owner: nn.Module, cls: type[nn.Module], key: GraphKey, rewrites: Iterable[Rewrite]
+) -> tuple[Callable[..., Any], dict[nn.Module, str], bool]:
+    """The method that runs the graph of `owner`, what is fused in it, and whether other types of
+    arguments may give another graph."""
+    graph, checks_types = trace(owner, cls, key)
     fused: dict[nn.Module, str] = {}
     for rewrite in rewrites:
         for path, what in rewrite(graph, owner).items():
             fused.setdefault(owner.get_submodule(path), what)
-    return _compiled(graph, cls), fused
+    return _compiled(graph, cls), fused, checks_types
 
 
 def _compiled(graph: fx.Graph, cls: type[nn.Module]) -> Callable[..., Any]:

@@ -38,7 +38,7 @@ class GraphKey(NamedTuple):
     arguments: tuple[tuple[str, Any], ...]
 
 
-# The types of arguments that ``isinstance`` tells apart in forwards.
+# The types of arguments that have graphs of their own in a forward that checks types.
 ARGUMENT_TYPES = (Tensor, list, tuple)
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, enum.Enum)
 
@@ -62,13 +62,15 @@ def is_graph_input(kind: Any) -> bool:
     return isinstance(kind, type)
 
 
-def trace(module: nn.Module, cls: type[nn.Module], key: GraphKey, values: type) -> fx.Graph:
+def trace(module: nn.Module, cls: type[nn.Module], key: GraphKey) -> tuple[fx.Graph, bool]:
     """The graph of ``cls.forward`` on `module`; its inputs are the arguments but for constants.
 
     Arguments:
         key: the mode of `module` and everything in it, and the types that ``isinstance`` finds for
             the arguments.
-        values: the type that ``isinstance`` finds for everything that is computed.
+
+    Returns:
+        The graph, and whether ``forward`` checks the type of an argument that is an input.
 
     Raises:
         Untraceable: a graph cannot represent it; the message says why.
@@ -76,10 +78,10 @@ def trace(module: nn.Module, cls: type[nn.Module], key: GraphKey, values: type) 
     # An instance of the class whose forward it is, with the attributes of `module`.
     stand_in: nn.Module = object.__new__(cls)
     stand_in.__dict__ = module.__dict__
-    drawn = random.getstate()
+    tracer, drawn = _Tracer(key), random.getstate()
     with _mode(module, key.training), _unchanged(module), _OnlyOfArguments():
         try:
-            graph = _Tracer(key, values).trace(stand_in)
+            graph = tracer.trace(stand_in)
         except Exception as error:  # whatever this forward does with a proxy
             reason = str(error).strip().split("\n")[0]
             raise Untraceable(f"{cls.__name__}.forward cannot be traced: {reason}") from error
@@ -88,17 +90,17 @@ def trace(module: nn.Module, cls: type[nn.Module], key: GraphKey, values: type) 
         raise Untraceable(f"{cls.__name__}.forward draws random numbers")
     for node in graph.nodes:
         node.meta.clear()  # else torch.cat would be wrapped in every trace from then on
-    return graph
+    return graph, tracer.checks_types
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, key: GraphKey, values: type) -> None:
+    def __init__(self, key: GraphKey) -> None:
         # C++ parses a list of tensors before it asks a proxy that stands for one.
         super().__init__(autowrap_functions=(torch.cat, torch.stack))
         self._autowrap_search.append(torch)
         self._arguments = dict(key.arguments)
-        self._values = values
         self._context = _context()
+        self.checks_types = False
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -118,8 +120,14 @@ class _Tracer(fx.Tracer):
         return super().create_node(kind, *args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        kind = self._arguments[str(node.target)] if node.op == "placeholder" else self._values
-        return _proxy_class(kind)(node, self)
+        return _Proxy(node, self)
+
+    def type_of(self, node: fx.Node) -> type:
+        """The type that ``isinstance`` finds for the value of `node`, if that is an argument."""
+        if node.op != "placeholder":
+            raise Untraceable("it checks the type of a value that it computes")
+        self.checks_types = True
+        return self._arguments[str(node.target)]
 
     def create_arg(self, a: Any) -> Any:
         # Before anything checks its type.
@@ -137,7 +145,14 @@ def _context() -> tuple[Any, ...]:
 
 
 class _Proxy(fx.Proxy):
-    """A proxy whose ``x += y`` stays in place; fx would make it ``x = x + y``."""
+    """A proxy whose ``x += y`` stays in place (fx would make it ``x = x + y``), and whose tracer
+    hears of each ``isinstance``."""
+
+    tracer: _Tracer
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self.tracer.type_of(self.node)
 
 
 def _in_place(name: str) -> Callable[[Any, Any], Any]:
@@ -162,12 +177,6 @@ def _recorded(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 for _name, _function in IN_PLACE.items():
     setattr(_Proxy, f"__{_name}__", _recorded(_function))
-
-
-@functools.cache
-def _proxy_class(kind: type) -> type[_Proxy]:
-    """Proxies that are instances of `kind` to ``isinstance``."""
-    return type(f"_{kind.__name__}Proxy", (_Proxy,), {"__class__": property(lambda _: kind)})
 
 
 class _OnlyOfArguments(TorchFunctionMode):
