@@ -643,8 +643,14 @@ def test_causal_language_models_take_the_fused_loss():
         torch.testing.assert_close(loss, right, rtol=0.01, atol=0.01)
     loss.backward()
     assert not fuse(model).has_loss  # already
+    assert copy.deepcopy(model).loss_function is model.loss_function
+    pickled = pickle.dumps(model)
+    assert b"ampfuse" not in pickled  # it loads where that is not installed, too
     unfuse(model)
-    assert model.loss_function.__name__ == "ForCausalLMLoss"
+    loaded = pickle.loads(pickled)
+    for each in (model, loaded):
+        assert each.loss_function.__name__ == "ForCausalLMLoss"
+    assert fuse(loaded).has_loss
     model.loss_function = lambda **_: torch.zeros(())
     assert not fuse(model).has_loss
 

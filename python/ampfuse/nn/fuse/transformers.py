@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,41 +18,59 @@ from ampfuse.nn.fuse.forwards import replaceable_forward, set_fused
 # ---- the loss, from half logits ------------------------------------------------------------------
 
 
-def causal_lm_loss(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """The ``ForCausalLMLoss`` of transformers without its FP32 copy of the logits."""
-    if shift_labels is None:  # each token predicts the next one
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    rows = logits.view(-1, vocab_size)
-    target = shift_labels.reshape(-1).to(logits.device)
-    if num_items_in_batch is None:
-        return cross_entropy(rows, target, ignore_index=ignore_index)
-    total = cross_entropy(rows, target, ignore_index=ignore_index, reduction="sum")
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+class CausalLMLoss:
+    """The ``ForCausalLMLoss`` of transformers, `original`, without its FP32 copy of the logits.
+
+    It pickles as `original`: a pickled model loads unfused, also where ampfuse is not installed.
+    """
+
+    def __init__(self, original: Callable[..., Tensor]) -> None:
+        self.original = original
+
+    def __reduce__(self) -> Any:
+        return operator.itemgetter(0), ((self.original,),)
+
+    def __deepcopy__(self, memo: Any) -> CausalLMLoss:
+        return self
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if shift_labels is None:  # each token predicts the next one
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        rows = logits.view(-1, vocab_size)
+        target = shift_labels.reshape(-1).to(logits.device)
+        if num_items_in_batch is None:
+            return cross_entropy(rows, target, ignore_index=ignore_index)
+        total = cross_entropy(rows, target, ignore_index=ignore_index, reduction="sum")
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
 
 
-def replace_loss(model: nn.Module) -> bool:
+def replace_loss(model: Any) -> bool:
     """Give `model` this loss; False unless it is such a model, without a custom loss."""
-    if not type(model).__module__.startswith("transformers.") or "_loss_function" in vars(model):
+    if not type(model).__module__.startswith("transformers."):
         return False
-    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+    loss = getattr(model, "loss_function", None)
+    name = f"{getattr(loss, '__module__', '')}.{getattr(loss, '__name__', '')}"
+    if name != "transformers.loss.loss_utils.ForCausalLMLoss":
         return False
-    vars(model)["_loss_function"] = causal_lm_loss  # where the property loss_function keeps it
+    model.loss_function = CausalLMLoss(loss)
     return True
 
 
-def restore_loss(model: nn.Module) -> None:
-    if vars(model).get("_loss_function") is causal_lm_loss:
-        del model._loss_function
+def restore_loss(model: Any) -> None:
+    loss = vars(model).get("_loss_function")  # where the property loss_function keeps it
+    if isinstance(loss, CausalLMLoss):
+        model.loss_function = loss.original
 
 
 # ---- masks ---------------------------------------------------------------------------------------
