@@ -59,7 +59,7 @@ def replace_loss(model: Any) -> bool:
     """Give `model` this loss; False unless it is such a model, without a custom loss."""
     if not type(model).__module__.startswith("transformers."):
         return False
-    loss = getattr(model, "loss_function", None)
+    loss: Any = getattr(model, "loss_function", None)
     name = f"{getattr(loss, '__module__', '')}.{getattr(loss, '__name__', '')}"
     if name != "transformers.loss.loss_utils.ForCausalLMLoss":
         return False
