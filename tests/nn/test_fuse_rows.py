@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import profile
 
+from ampfuse import amp
 from ampfuse.nn import fuse, unfuse
 from cases import bf16, compilers, losses_at
 from trainings import assert_near, step_and_evaluation
@@ -48,6 +49,11 @@ class InPlace(PreNorm):
         total = x + y
         total.mul_(2)
         return self.norm2(total)
+
+
+class PlusRows(PreNorm):
+    def forward(self, x):
+        return self.norm1(x + x.size(0))
 
 
 class Gated(nn.Module):
@@ -358,6 +364,7 @@ def test_only_embeddings_of_whole_patches_become_products(name, form):
         y = fused[0](x)
     assert any(event.key == "aten::linear" for event in profiled.key_averages()) == taken
     assert y.stride() == model[0](x).stride()
+    assert torch.equal(pickle.loads(pickle.dumps(fused))(x), model(x))
     assert_near(step_and_evaluation(fused, [x]), expected, 0.02)
     for other in (x.float()[0], x[0], x[:, :, :7], x[:, :2]):  # these are torch's
         results = []
@@ -408,6 +415,28 @@ def test_types_that_differ_are_added_as_torch_adds_them():
     fuse(model)
     model.norm1.register_forward_pre_hook(lambda module, args: args[0].to(bf16))
     assert model(torch.randn(2, 24)).dtype == torch.float32
+
+
+def test_a_number_is_added_as_torch_adds_it():
+    model, x = PlusRows(nn.LayerNorm), torch.randn(2, 24)
+    expected = model(x)
+    assert fuse(model).fused["norm1"] == "with add"
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("fused_first", [True, False])
+@pytest.mark.parametrize(
+    "make", [nn.GELU, partial(nn.LayerNorm, 24), partial(nn.Conv2d, 3, 4, 8, 8)]
+)
+def test_a_layer_may_be_the_model_that_has_the_level(make, fused_first):
+    """A call that is not fused runs the layer's own ``forward``, inside the casts."""
+    model, x = make(), torch.randn(2, 3, 24, 24)
+    expected = model(x)
+    steps = [fuse, partial(amp.initialize, opt_level="O5", verbosity=0)]
+    for step in steps if fused_first else reversed(steps):
+        step(model)
+    for y in (model(x), model(input=x)):
+        torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
 
 
 class RMSNorm(nn.Module):

@@ -83,8 +83,10 @@ def is_relu(activation: str | None) -> bool:
     return activation is not None
 
 
-def same_shape_and_dtype(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype
+def same_shape_and_dtype(a: Any, b: Any) -> bool:
+    """Whether both are tensors, of one shape and dtype."""
+    are_tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return are_tensors and a.shape == b.shape and a.dtype == b.dtype
 
 
 def layer_norm(

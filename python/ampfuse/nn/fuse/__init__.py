@@ -22,10 +22,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.nn.fuse import activations, norms, reshapes, transformers
 from ampfuse.nn.fuse.forwards import (
+    check_free,
     forward_from_graphs,
-    free_forward,
+    fuse_alone,
     is_fused,
-    replaceable_forward,
+    override_of,
     set_fused,
 )
 from ampfuse.nn.fuse.trace import Untraceable
@@ -37,6 +38,12 @@ _REWRITES = {
     "norms": norms.rewrite,
     "activations": activations.rewrite,
     "attention": reshapes.split_projections,
+}
+# What is fused by itself, too: how it is recognized, and the fused computation of its input.
+_ALONE: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "norms": (norms.norm_spec, norms.alone),
+    "activations": (activations.activation_of, activations.alone),
+    "patches": (reshapes.takes_patches, reshapes.patches_alone),
 }
 # Functions and methods that a module with something to rewrite may call.
 _CALLS = {"activations": ("gelu", "silu"), "attention": ("permute",)}
@@ -144,16 +151,16 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
         report.left.update({name: _unknown(modules[name]) or reason for name in names})
     for name in report.left:
         module = modules[name]
-        part, forward = _part_of(module)
-        if forward is None:
+        part, compute = _part_of(module)
+        if compute is None:
             continue
         # One with an add, too, for the calls that run its owner's original ``forward``.
         try:
-            _, attribute = free_forward(module)
+            check_free(module)
         except Untraceable as error:
             report.left[name] = str(error)
         else:
-            set_fused(module, attribute, forward)
+            fuse_alone(module, compute)
             fused.setdefault(module, "as a product" if part == "patches" else "alone")
     for name in [name for name, module in modules.items() if module in fused]:
         report.fused[name] = fused[modules[name]]
@@ -166,7 +173,7 @@ def unfuse(model: nn.Module) -> None:
     model = eager_module(model)
     transformers.restore_loss(model)
     for module in model.modules():
-        _, attribute = replaceable_forward(module)
+        attribute = override_of(module)
         if is_fused(module.__dict__.get(attribute)):
             del module.__dict__[attribute]
 
@@ -180,14 +187,11 @@ def _owner(name: str, modules: dict[str, nn.Module]) -> str:
     return name
 
 
-def _part_of(module: nn.Module) -> tuple[str | None, Callable[..., Any] | None]:
-    """The part that `module` itself belongs to, and its fused ``forward`` alone, if it has one."""
-    if norms.norm_spec(module):
-        return "norms", norms.forward
-    if reshapes.takes_patches(module):
-        return "patches", reshapes.patch_forward
-    if activations.activation_of(module):
-        return "activations", activations.forward
+def _part_of(module: nn.Module) -> tuple[str | None, Callable[[Any, Any], Any] | None]:
+    """The part that `module` itself belongs to, and what computes it alone, if anything does."""
+    for part, (is_of_part, compute) in _ALONE.items():
+        if is_of_part(module):
+            return part, compute
     return ("norms" if isinstance(module, _BatchNorm) else None), None
 
 
@@ -217,11 +221,11 @@ def _fuse_in(
     Raises:
         Untraceable: the forward of `owner` has to stay; the message says why.
     """
-    cls, attribute = free_forward(owner)
+    check_free(owner)
     if modules and all(map(_unknown, modules)):
         return {}
     rewrites = [rewrite for part, rewrite in _REWRITES.items() if part in parts]
-    forward, fused = forward_from_graphs(owner, cls, rewrites)
+    forward, fused = forward_from_graphs(owner, rewrites)
     if fused:
-        set_fused(owner, attribute, forward)
+        set_fused(owner, forward)
     return fused

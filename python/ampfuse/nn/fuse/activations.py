@@ -2,7 +2,7 @@
 
 An activation takes with it the bias of the linear layer before it, if nothing else reads the value
 between them (``linear_act``), or else the product that alone reads its result, as of a gate
-(``act_mul``), or runs alone (``forward``).
+(``act_mul``), or runs by itself (``alone``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ampfuse.nn.functional import bias_act, gated_act, same_shape_and_dtype
-from ampfuse.nn.fuse.forwards import forward_name, has_no_hooks
+from ampfuse.nn.fuse.forwards import class_of, forward_name, has_no_hooks
 from ampfuse.nn.fuse.trace import between, called, is_reader, module_of, replace
 
 # By the name of the ``forward``, for the activations in transformers and timm's layers.
@@ -47,7 +47,7 @@ def activation_of(module: nn.Module) -> str | None:
     because it works in place."""
     if getattr(module, "inplace", False):
         return None
-    if type(module).forward is nn.GELU.forward:
+    if class_of(module).forward is nn.GELU.forward:
         return _GELUS.get(getattr(module, "approximate", ""))
     return _ACTIVATIONS.get(forward_name(module))
 
@@ -101,13 +101,12 @@ def act_mul(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     return gated_act(gate, up, name)
 
 
-def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The ``forward`` of an activation alone."""
-    name = activation_of(self)
-    usual = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
-    if name is None or not usual or args[0].shape[-1:] < (_MIN_COLUMNS,):
-        return type(self).forward(self, *args, **kwargs)
-    return bias_act(args[0], None, name)
+def alone(act: nn.Module, x: Tensor) -> Tensor | None:
+    """``act(x)``, fused; None if that is not possible."""
+    name = activation_of(act)
+    if name is None or torch.compiler.is_compiling() or x.shape[-1:] < (_MIN_COLUMNS,):
+        return None
+    return bias_act(x, None, name)
 
 
 # ---- in a graph ----------------------------------------------------------------------------------

@@ -28,19 +28,26 @@ from ampfuse.torch_utils import WrappedForward, original_class
 Rewrite = Callable[[fx.Graph, nn.Module], dict[str, str]]
 
 
+def class_of(module: nn.Module) -> Any:
+    """The class of `module`; under amp's casts, the class whose ``forward`` they are around."""
+    return original_class(type(module)) if isinstance(module, WrappedForward) else type(module)
+
+
 def forward_name(module: nn.Module) -> str:
     """The name of the ``forward`` of its class, with the Python module that defines it."""
-    forward = type(module).forward
+    forward = class_of(module).forward
     return f"{forward.__module__}.{forward.__qualname__}"
 
 
 def has_no_hooks(*modules: nn.Module) -> bool:
-    """Whether calling each is calling its class's ``forward`` or a fused one, without hooks."""
+    """Whether calling each is calling its class's ``forward`` or a fused one, without hooks or
+    casts."""
     return not _has_any_global_hook() and not any(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
+        or isinstance(module, WrappedForward)
         or ("forward" in module.__dict__ and not is_fused(module.__dict__["forward"]))
         for module in modules
     )
@@ -49,33 +56,42 @@ def has_no_hooks(*modules: nn.Module) -> bool:
 # ---- fused forwards on instances -----------------------------------------------------------------
 
 
-def replaceable_forward(module: nn.Module) -> tuple[Any, str]:
-    """The class with the ``forward`` of `module`, and the attribute that overrides it."""
-    if isinstance(module, WrappedForward):
-        return original_class(type(module)), "_amp_inner_forward"
-    return type(module), "forward"
+def override_of(module: nn.Module) -> str:
+    """The attribute of `module` that overrides the ``forward`` of its class."""
+    return "_amp_inner_forward" if isinstance(module, WrappedForward) else "forward"
 
 
-def free_forward(module: nn.Module) -> tuple[Any, str]:
-    """The result of :func:`replaceable_forward`, whose attribute is free.
-
-    Raises:
-        Untraceable: the attribute is in use.
-    """
-    cls, attribute = replaceable_forward(module)
-    present = module.__dict__.get(attribute)
+def check_free(module: nn.Module) -> None:
+    """Raise Untraceable if `module` has another ``forward`` than its class's."""
+    present, cls = module.__dict__.get(override_of(module)), class_of(module)
     if is_fused(present):
         raise Untraceable("already fused")
     # A bound method that was pickled is the one of the class now.
     if present is not None and getattr(present, "__func__", None) is not cls.forward:
         raise Untraceable(f"this {cls.__name__} has a custom forward")
-    return cls, attribute
 
 
-def set_fused(module: nn.Module, attribute: str, forward: Any) -> None:
+def set_fused(module: nn.Module, forward: Any) -> None:
     """Make `module` run the function `forward` instead of its class's."""
+    functools.update_wrapper(forward, class_of(module).forward)
     forward.is_fused = True
-    module.__dict__[attribute] = types.MethodType(forward, module)
+    forward.__name__ = "forward"  # a bound method pickles as the name of its function
+    forward.__code__ = forward.__code__.replace()  # torch.compile counts compilations by it
+    module.__dict__[override_of(module)] = types.MethodType(forward, module)
+
+
+def fuse_alone(module: nn.Module, compute: Callable[[Any, Any], Any]) -> None:
+    """Make `module` run `compute` of itself and its input.
+
+    It runs its class's ``forward`` where `compute` returns None, and for other arguments.
+    """
+    original = class_of(module).forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        y = compute(self, args[0]) if len(args) == 1 and not kwargs else None
+        return original(self, *args, **kwargs) if y is None else y
+
+    set_fused(module, forward)
 
 
 def is_fused(method: Any) -> bool:
@@ -91,7 +107,7 @@ _number = itertools.count()
 
 
 def forward_from_graphs(
-    owner: nn.Module, cls: type[nn.Module], rewrites: Iterable[Rewrite]
+    owner: nn.Module, rewrites: Iterable[Rewrite]
 ) -> tuple[Any, dict[nn.Module, str]]:
     """A ``forward`` that runs graphs of `owner`, changed by `rewrites`, and what is fused in them.
 
@@ -105,6 +121,7 @@ def forward_from_graphs(
     Raises:
         Untraceable: no graph can be made; the message says why.
     """
+    cls = class_of(owner)
     _, *parameters = inspect.signature(cls.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -150,9 +167,6 @@ def forward_from_graphs(
             return original(self, *args, **kwargs)
         return variant(self, *(given[name] for name, kind in key.arguments if is_graph_input(kind)))
 
-    forward.__code__ = forward.__code__.replace()  # torch.compile counts recompilations by it
-    functools.update_wrapper(forward, original)
-    forward.__name__ = "forward"  # a bound method pickles as the name of its function
     return forward, fused
 
 

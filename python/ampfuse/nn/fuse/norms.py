@@ -2,7 +2,7 @@
 
 A batch norm takes with it an add and a ReLU, if nothing else reads the values between them
 (``norm_act``). A layer or RMS norm takes the add before it, whose sum others may read
-(``add_norm``), or runs alone (``forward``).
+(``add_norm``), or runs alone (``alone``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.nn.functional import normalize_rows, same_shape_and_dtype
-from ampfuse.nn.fuse.forwards import forward_name, has_no_hooks
+from ampfuse.nn.fuse.forwards import class_of, forward_name, has_no_hooks
 from ampfuse.nn.fuse.trace import IN_PLACE, between, called, is_reader, module_of, replace
 from ampfuse.nn.modules import normalize
 
@@ -98,7 +98,7 @@ _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 
 def norm_spec(norm: nn.Module) -> NormSpec | None:
     """The specification of `norm`; None if it has no fused form."""
-    cls = type(norm)
+    cls = class_of(norm)
     if hasattr(norm, _LLAMA.eps):
         if not _has_weight_and_eps_alone(norm):
             return None
@@ -119,7 +119,7 @@ def _computes_rms_norm(norm: Any) -> bool:
 
     The name does not show whether the weight is added to 1, or whether there is a gate.
     """
-    cls, eps = type(norm), getattr(norm, _LLAMA.eps)
+    cls, eps = class_of(norm), getattr(norm, _LLAMA.eps)
     try:
         if len(inspect.signature(cls.forward).parameters) != 2:
             return False
@@ -154,12 +154,10 @@ def add_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tens
     return y, total
 
 
-def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The ``forward`` of a layer or RMS norm alone."""
-    spec = norm_spec(self)
-    if spec is None or len(args) != 1 or kwargs or not _takes(spec, self, args[0]):
-        return type(self).forward(self, *args, **kwargs)
-    return _normalize(spec, self, args[0])[0]
+def alone(norm: nn.Module, x: Tensor) -> Tensor | None:
+    """``norm(x)`` of a layer or RMS norm, fused; None if that is not possible."""
+    spec = norm_spec(norm)
+    return None if spec is None or not _takes(spec, norm, x) else _normalize(spec, norm, x)[0]
 
 
 def _takes(spec: NormSpec, norm: Any, x: Tensor) -> bool:

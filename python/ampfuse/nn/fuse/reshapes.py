@@ -6,9 +6,10 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ampfuse.nn.functional import has_patches, patch_conv2d
+from ampfuse.nn.fuse.forwards import class_of
 from ampfuse.nn.fuse.trace import IN_PLACE, called, replace
 from ampfuse.torch_utils import HALF_DTYPES
 
@@ -88,7 +89,7 @@ def takes_patches(module: Any) -> bool:
     """Whether `module` is a convolution of such patches, of at least 8 pixels each way."""
     return (
         isinstance(module, nn.Conv2d)
-        and type(module).forward is nn.Conv2d.forward
+        and class_of(module).forward is nn.Conv2d.forward
         and type(module)._conv_forward is nn.Conv2d._conv_forward
         and module.kernel_size == module.stride
         and min(module.kernel_size) >= _MIN_PIXELS
@@ -98,14 +99,9 @@ def takes_patches(module: Any) -> bool:
     )
 
 
-def patch_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The ``forward`` of such a convolution."""
-    usual = len(args) == 1 and not kwargs and takes_patches(self)
-    # On CPUs a convolution in FP32 is as fast.
-    if (
-        not usual
-        or not has_patches(args[0], self.weight)
-        or (args[0].is_cpu and args[0].dtype not in HALF_DTYPES)
-    ):
-        return type(self).forward(self, *args, **kwargs)
-    return patch_conv2d(args[0], self.weight, self.bias)
+def patches_alone(conv: Any, x: Tensor) -> Tensor | None:
+    """``conv(x)`` as a product; None if that is not possible, or no faster."""
+    is_faster = not x.is_cpu or x.dtype in HALF_DTYPES  # on CPUs a convolution in FP32 is as fast
+    if not is_faster or not takes_patches(conv) or not has_patches(x, conv.weight):
+        return None
+    return patch_conv2d(x, conv.weight, conv.bias)

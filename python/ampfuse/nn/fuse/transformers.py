@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampfuse.nn.functional import cross_entropy
-from ampfuse.nn.fuse.forwards import replaceable_forward, set_fused
+from ampfuse.nn.fuse.forwards import class_of, override_of, set_fused
 
 # ---- the loss, from half logits ------------------------------------------------------------------
 
@@ -85,11 +85,11 @@ def skip_packing(model: nn.Module) -> bool:
     themselves; False if there are none, or all have a custom ``forward``."""
     any_replaced = False
     for module in model.modules():
-        cls, attribute = replaceable_forward(module)
-        if cls.__module__.startswith("transformers.") and attribute not in vars(module):
+        cls = class_of(module)
+        if cls.__module__.startswith("transformers.") and override_of(module) not in vars(module):
             forward = _forward_without_packing(cls)
             if forward is not None:
-                set_fused(module, attribute, forward)
+                set_fused(module, forward)
                 any_replaced = True
     return any_replaced
 
@@ -117,8 +117,7 @@ def _forward_without_packing(cls: Any) -> Callable[..., Any] | None:
         given = (self, *args)[place] if place <= len(args) else kwargs.get("position_ids")
         return (whole if given is None else original)(self, *args, **kwargs)
 
-    forward.__code__ = forward.__code__.replace()  # torch.compile counts compilations by it
-    return functools.update_wrapper(forward, original)
+    return forward
 
 
 def _called_without_positions(make_mask: Callable[..., Any]) -> Callable[..., Any]:
