@@ -15,38 +15,43 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.nn.fuse import activations, norms, reshapes, transformers
-from ampfuse.nn.fuse.forwards import (
-    check_free,
-    forward_from_graphs,
-    fuse_alone,
-    is_fused,
-    override_of,
-    set_fused,
-)
+from ampfuse.nn.fuse.forwards import Rewrite, fuse_alone, fuse_graphs, is_fused, override_of
 from ampfuse.nn.fuse.trace import Untraceable
 from ampfuse.nn.modules import BatchNormAct2d
 from ampfuse.torch_utils import eager_module
 
-PARTS = ("norms", "activations", "attention", "patches", "masks", "loss")
-_REWRITES = {
-    "norms": norms.rewrite,
-    "activations": activations.rewrite,
-    "attention": reshapes.split_projections,
+
+class Part(NamedTuple):
+    """How one part is fused: by itself, and in the graph of a module that calls it.
+
+    Attributes:
+        recognizes: whether a module belongs to the part.
+        compute: the fused result of such a module alone for its input; None if it has to run.
+        rewrite: how a graph changes.
+        names: functions and methods that a module with something to rewrite may call.
+    """
+
+    recognizes: Callable[[Any], Any] = lambda module: False
+    compute: Callable[[Any, Any], Any] | None = None
+    rewrite: Rewrite | None = None
+    names: tuple[str, ...] = ()
+
+
+_PARTS = {
+    "norms": Part(norms.norm_spec, norms.alone, norms.rewrite),
+    "activations": Part(
+        activations.activation_of, activations.alone, activations.rewrite, ("gelu", "silu")
+    ),
+    "attention": Part(rewrite=reshapes.split_projections, names=("permute",)),
+    "patches": Part(reshapes.takes_patches, reshapes.patches_alone),
 }
-# What is fused by itself, too: how it is recognized, and the fused computation of its input.
-_ALONE: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    "norms": (norms.norm_spec, norms.alone),
-    "activations": (activations.activation_of, activations.alone),
-    "patches": (reshapes.takes_patches, reshapes.patches_alone),
-}
-# Functions and methods that a module with something to rewrite may call.
-_CALLS = {"activations": ("gelu", "silu"), "attention": ("permute",)}
+PARTS = (*_PARTS, "masks", "loss")
 
 
 @dataclasses.dataclass
@@ -128,6 +133,7 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
     model = eager_module(model)
     modules = dict(model.named_modules())
     report = FusionReport()
+    chosen = [part for name, part in _PARTS.items() if name in parts]
     owners: dict[str, list[str]] = {}
     for name, module in modules.items():
         part, _ = _part_of(module)
@@ -135,33 +141,33 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
             report.left[name] = ""
         elif part in parts:
             owners.setdefault(_owner(name, modules), []).append(name)
-        elif any(p in parts and not _names(module).isdisjoint(_CALLS[p]) for p in _CALLS):
+        elif not _names(module).isdisjoint(name for part in chosen for name in part.names):
             owners.setdefault(name, [])
     if "loss" in parts:
         report.has_loss = transformers.replace_loss(model)
     if "masks" in parts:
         report.skips_packing = transformers.skip_packing(model)
     fused: dict[nn.Module, str] = {}
+    rewrites = [part.rewrite for part in chosen if part.rewrite]
     for owner, names in owners.items():
+        reasons = {name: _unknown(modules[name]) for name in names}
         reason = f"{owner or 'the model'} does not call it"
-        try:
-            fused.update(_fuse_in(modules[owner], [modules[name] for name in names], parts))
-        except Untraceable as error:
-            reason = str(error)
-        report.left.update({name: _unknown(modules[name]) or reason for name in names})
+        if not names or not all(reasons.values()):
+            try:
+                fused |= fuse_graphs(modules[owner], rewrites)
+            except Untraceable as error:
+                reason = str(error)
+        report.left |= {name: unknown or reason for name, unknown in reasons.items()}
     for name in report.left:
-        module = modules[name]
-        part, compute = _part_of(module)
+        part, compute = _part_of(modules[name])
         if compute is None:
             continue
         # One with an add, too, for the calls that run its owner's original ``forward``.
         try:
-            check_free(module)
+            fuse_alone(modules[name], compute)
+            fused.setdefault(modules[name], "as a product" if part == "patches" else "alone")
         except Untraceable as error:
             report.left[name] = str(error)
-        else:
-            fuse_alone(module, compute)
-            fused.setdefault(module, "as a product" if part == "patches" else "alone")
     for name in [name for name, module in modules.items() if module in fused]:
         report.fused[name] = fused[modules[name]]
         report.left.pop(name, None)
@@ -189,9 +195,9 @@ def _owner(name: str, modules: dict[str, nn.Module]) -> str:
 
 def _part_of(module: nn.Module) -> tuple[str | None, Callable[[Any, Any], Any] | None]:
     """The part that `module` itself belongs to, and what computes it alone, if anything does."""
-    for part, (is_of_part, compute) in _ALONE.items():
-        if is_of_part(module):
-            return part, compute
+    for name, part in _PARTS.items():
+        if part.recognizes(module):
+            return name, part.compute
     return ("norms" if isinstance(module, _BatchNorm) else None), None
 
 
@@ -208,24 +214,3 @@ def _unknown(norm: nn.Module) -> str | None:
     if norms.is_batch_norm2d(norm) or _part_of(norm)[1]:
         return None
     return f"{type(norm).__name__} has no fused version"
-
-
-def _fuse_in(
-    owner: nn.Module, modules: list[nn.Module], parts: Collection[str]
-) -> dict[nn.Module, str]:
-    """Fuse `modules`, as far as they have a fused form and `owner` calls them.
-
-    Returns:
-        Those that are fused now, and with what.
-
-    Raises:
-        Untraceable: the forward of `owner` has to stay; the message says why.
-    """
-    check_free(owner)
-    if modules and all(map(_unknown, modules)):
-        return {}
-    rewrites = [rewrite for part, rewrite in _REWRITES.items() if part in parts]
-    forward, fused = forward_from_graphs(owner, rewrites)
-    if fused:
-        set_fused(owner, forward)
-    return fused

@@ -84,7 +84,11 @@ def fuse_alone(module: nn.Module, compute: Callable[[Any, Any], Any]) -> None:
     """Make `module` run `compute` of itself and its input.
 
     It runs its class's ``forward`` where `compute` returns None, and for other arguments.
+
+    Raises:
+        Untraceable: it has another ``forward`` than its class's.
     """
+    check_free(module)
     original = class_of(module).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -106,21 +110,20 @@ _OF_ALL_MODULES = frozenset(dir(nn.Module()))
 _number = itertools.count()
 
 
-def forward_from_graphs(
-    owner: nn.Module, rewrites: Iterable[Rewrite]
-) -> tuple[Any, dict[nn.Module, str]]:
-    """A ``forward`` that runs graphs of `owner`, changed by `rewrites`, and what is fused in them.
+def fuse_graphs(owner: nn.Module, rewrites: Iterable[Rewrite]) -> dict[nn.Module, str]:
+    """Make `owner` run its graphs, changed by `rewrites`, if something is fused in them.
 
     Graphs of calls without optional arguments are made here, one for each mode, unless ``forward``
     checks the types of its arguments: then one for each type, too. Graphs of other calls are made
     at the first such call, except under a compiler.
 
     Returns:
-        The function, and with what each module is fused.
+        With what each module is fused.
 
     Raises:
-        Untraceable: no graph can be made; the message says why.
+        Untraceable: no graph can be made, or `owner` has another ``forward`` than its class's.
     """
+    check_free(owner)
     cls = class_of(owner)
     _, *parameters = inspect.signature(cls.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -167,7 +170,9 @@ def forward_from_graphs(
             return original(self, *args, **kwargs)
         return variant(self, *(given[name] for name, kind in key.arguments if is_graph_input(kind)))
 
-    return forward, fused
+    if fused:
+        set_fused(owner, forward)
+    return fused
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
