@@ -174,6 +174,7 @@ def test_a_split_gives_views_whose_gradient_is_copied_once():
             split_qkv(wrong, heads=4)
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("of_weight", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("dtype", "error"), [(f32, 1e-5), (f16, 2e-3), (bf16, 2e-2)])
@@ -192,7 +193,8 @@ def test_a_convolution_of_patches_agrees_with_float64(dtype, error, form, of_wei
         expected = torch.autograd.grad(right, exactly[some], factors.to(dtype).double())
         for a, b in zip((y, *gradients), (right, *expected), strict=True):
             torch.testing.assert_close(a.double(), b, rtol=error, atol=error * b.abs().max().item())
-    assert torch.autograd.gradgradcheck(patch_conv2d, [t[:1] for t in exactly[:2]])
+    if dtype == f32:  # it is computed in float64
+        assert torch.autograd.gradgradcheck(patch_conv2d, [t[:1] for t in exactly[:2]])
     for wrong in (x[:, :2], x[0], x[:, :, :3]):
         with pytest.raises(ValueError, match="does not fit x"):
             patch_conv2d(wrong, weight)
