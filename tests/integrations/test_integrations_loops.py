@@ -339,6 +339,10 @@ def test_two_models_that_fabric_sets_up_both_train(level):
         optimizer.step()
         for param, was, grad in zip(masters, before, (weight, bias), strict=True):
             torch.testing.assert_close(param.detach(), was - 0.1 * grad)
+    made.backward(model(x).mean() * float("inf"))
+    assert plugin.state_dict() == amp.state_dict()  # one scale for all
+    scale = 2.0**15 if level == "O2" else 1.0
+    assert plugin.state_dict()["loss_scaler0"]["loss_scale"] == scale
 
 
 def test_two_calls_for_one_accelerator_are_as_one():

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from ampfuse.amp import session as sessions
 from ampfuse.optim.masters import leaf_of
 from ampfuse.optim.param_groups import parameters
 
@@ -25,6 +26,17 @@ def beside(new: Sequence[Any], earlier: Sequence[Any]) -> list[Any]:
     """The optimizers of `earlier` that share no weight of a model with those of `new`."""
     trained = {weight for each in new for weight in _weights(each)}
     return [each for each in earlier if not trained & _weights(each)]
+
+
+def join(new: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """`others`, and those of `new`, which share the loss scalers of `others` from now on: so one
+    state has the scale of all."""
+    if others:
+        session = others[0]._amp_session
+        for optimizer in new:
+            optimizer._amp_session = session
+        sessions.set_latest(session)
+    return [*others, *new]
 
 
 def _weights(optimizer: Any) -> set[int]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ampfuse import amp
 from ampfuse.amp import session as sessions
-from ampfuse.integrations import beside
+from ampfuse.integrations import beside, join
 from ampfuse.optim.base import count_skipped_steps
 
 
@@ -62,7 +62,7 @@ def initialize(
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
     if not listed:  # inference
         return result
-    scaler.optimizers = [*others, *listed]
+    scaler.optimizers = join(listed, others)
     scaler.arguments = arguments
     scaler.is_over = False
     if is_first:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ampfuse import amp
 from ampfuse.amp import session as sessions
 from ampfuse.amp.policy import make_policy
-from ampfuse.integrations import beside
+from ampfuse.integrations import beside, join
 
 # What Lightning calls them: loggers and the summary of a model show it.
 _NAMES = {"O0": "32-true", "O1": "16-mixed", "O2": "16-true", "O3": "16-true"}
@@ -45,7 +45,7 @@ class Levels:
         amp.initialize(list(models), list(optimizers), **self._options)
         # A session where amp is off has no policy.
         self._autocast = getattr(sessions.latest().policy, "autocast_type", None)
-        self._optimizers = [*others, *optimizers]
+        self._optimizers = join(optimizers, others)
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
         return amp.master_params(optimizer)
