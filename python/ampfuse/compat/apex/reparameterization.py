@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -47,14 +48,16 @@ def apply_weight_norm(
 ) -> nn.Module:
     """Give weights of `module` a direction, ``<name>_v``, and a length, ``<name>_g``; return it.
 
-    `name` is a parameter, or a module in `module`; empty: all but vectors and embeddings. Entries
-    of dimension `dim` have a length each. Weights are computed before the ``forward`` of their own
-    module, or of `module` without `hook_child`.
+    `name` is a parameter, or a module in `module`; empty: all but vectors and embeddings. Weights
+    that have a weight norm keep it. Entries of dimension `dim` have a length each. Weights are
+    computed before the ``forward`` of their own module, or of `module` without `hook_child`.
     """
     for full, param in list(module.named_parameters()):
         owner, attribute = _owner(module, full)
         stays = param.dim() <= 1 or isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
-        if not stays and (not name or f"{full}.".startswith(f"{name}.")):
+        # Direction and length belong to a weight that is no parameter any more.
+        has_norm = isinstance(vars(owner).get(re.sub("_[gv]$", "", attribute)), Tensor)
+        if not (stays or has_norm) and (not name or f"{full}.".startswith(f"{name}.")):
             hooked, name_there = (owner, attribute) if hook_child else (module, full)
             hooked.register_forward_pre_hook(WeightNorm(name_there, dim, hooked))
     return module
