@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ampfuse.nn.functional import bias_act, gated_act, same_shape_and_dtype
-from ampfuse.nn.fuse.forwards import class_of, forward_name, has_no_hooks
-from ampfuse.nn.fuse.trace import between, called, is_reader, module_of, replace
+from ampfuse.nn.fuse.forwards import class_of, forward_name, module_of
+from ampfuse.nn.fuse.trace import between, called, is_reader, replace
 
 # By the name of the ``forward``, for the activations in transformers and timm's layers.
 _ACTIVATIONS = {
@@ -74,31 +74,24 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def linear_act(linear: Any, act: nn.Module | str, x: Tensor) -> Tensor:
-    """``act(linear(x))``, fused if the modules are still those that the graph was made for.
+    """``act(linear(x))``, fused if possible.
 
     Arguments:
         act: an activation, or the name of one that is not a module.
     """
     name = act if isinstance(act, str) else activation_of(act)
-    modules = (linear,) if isinstance(act, str) else (linear, act)
-    compiling = torch.compiler.is_compiling()  # a compiler fuses them with more than we do
-    fits = _is_linear(linear) and linear.bias is not None and has_no_hooks(*modules)
-    if name is None or compiling or not fits:
+    if name is None or torch.compiler.is_compiling():  # a compiler fuses them with more than we do
         y = linear(x)
-        if not isinstance(act, str):
-            return act(y)
-        return _BY_TORCH[act](y) if compiling else bias_act(y, None, act)
+        return _BY_TORCH[act](y) if isinstance(act, str) else act(y)
     weight = linear.weight.t() if _is_conv1d(linear) else linear.weight
     return bias_act(F.linear(x, weight), linear.bias, name)
 
 
 def act_mul(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    """``act(gate) * up``, fused if `act` is still the one that the graph was made for."""
+    """``act(gate) * up``, fused if possible."""
     name = activation_of(act)
     fits = not torch.compiler.is_compiling() and same_shape_and_dtype(gate, up)
-    if name is None or not fits or not has_no_hooks(act):
-        return act(gate) * up
-    return gated_act(gate, up, name)
+    return gated_act(gate, up, name) if name is not None and fits else act(gate) * up
 
 
 def alone(act: nn.Module, x: Tensor) -> Tensor | None:

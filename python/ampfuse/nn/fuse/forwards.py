@@ -7,8 +7,9 @@ import inspect
 import itertools
 import linecache
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -39,18 +40,26 @@ def forward_name(module: nn.Module) -> str:
     return f"{forward.__module__}.{forward.__qualname__}"
 
 
-def has_no_hooks(*modules: nn.Module) -> bool:
-    """Whether calling each is calling its class's ``forward`` or a fused one, without hooks or
+def runs_plainly(module: Any) -> bool:
+    """Whether calling it is calling its class's ``forward``, or a fused one, without hooks or
     casts."""
-    return not _has_any_global_hook() and not any(
+    return not (
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or isinstance(module, WrappedForward)
         or ("forward" in module.__dict__ and not is_fused(module.__dict__["forward"]))
-        for module in modules
     )
+
+
+def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
+    """The module that `node` calls with one argument, and that runs plainly; None if there is
+    none."""
+    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+        return None
+    module = root.get_submodule(str(node.target))
+    return module if runs_plainly(module) else None
 
 
 # ---- fused forwards on instances -----------------------------------------------------------------
@@ -132,11 +141,12 @@ def fuse_graphs(owner: nn.Module, rewrites: Iterable[Rewrite]) -> dict[nn.Module
     defaults = {p.name: p.default for p in named if p.default is not p.empty}
     required = [p.name for p in named if p.default is p.empty]
     settings = _settings(owner)
-    variants: dict[GraphKey, Callable[..., Any] | None] = {}
+    variants: dict[GraphKey, _Variant | None] = {}
     fused: dict[nn.Module, str] = {}
     failure: Untraceable | None = None
     for training in (True, False):
-        variant, checks_types = None, True
+        variant: _Variant | None = None
+        checks_types = True
         for kind in ARGUMENT_TYPES:
             key = GraphKey(training, tuple((name, kind) for name in required))
             if checks_types:
@@ -166,9 +176,10 @@ def fuse_graphs(owner: nn.Module, rewrites: Iterable[Rewrite]) -> dict[nn.Module
             except Untraceable:
                 variants[key] = None
         variant = variants.get(key)
-        if variant is None:
+        if variant is None or not variant.fits(self):
             return original(self, *args, **kwargs)
-        return variant(self, *(given[name] for name, kind in key.arguments if is_graph_input(kind)))
+        inputs = (given[name] for name, kind in key.arguments if is_graph_input(kind))
+        return variant.run(self, *inputs)
 
     if fused:
         set_fused(owner, forward)
@@ -183,17 +194,44 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, argument_type(value)) for name, value in values if is_constant(value)]
 
 
+class _Variant(NamedTuple):
+    """A changed graph as the method `run`.
+
+    `taken` has the modules that it does not call as such any more: where they are, and their types.
+    """
+
+    run: Callable[..., Any]
+    taken: list[tuple[list[str], type]]
+
+    def fits(self, owner: nn.Module) -> bool:
+        """Whether the modules in `taken` still have their types, and none has got hooks."""
+        for path, cls in self.taken:
+            module: Any = owner
+            for name in path:
+                module = module._modules.get(name)
+            if type(module) is not cls or not runs_plainly(module):
+                return False
+        return not _has_any_global_hook()
+
+
 def _variant(
     owner: nn.Module, cls: type[nn.Module], key: GraphKey, rewrites: Iterable[Rewrite]
-) -> tuple[Callable[..., Any], dict[nn.Module, str], bool]:
-    """The method that runs the graph of `owner`, what is fused in it, and whether other types of
+) -> tuple[_Variant, dict[nn.Module, str], bool]:
+    """The variant of `owner` for calls like `key`, what is fused in it, and whether other types of
     arguments may give another graph."""
     graph, checks_types = trace(owner, cls, key)
+    calls = _calls(graph)
     fused: dict[nn.Module, str] = {}
     for rewrite in rewrites:
         for path, what in rewrite(graph, owner).items():
             fused.setdefault(owner.get_submodule(path), what)
-    return _compiled(graph, cls), fused, checks_types
+    taken = [(path.split("."), type(owner.get_submodule(path))) for path in calls - _calls(graph)]
+    return _Variant(_compiled(graph, cls), taken), fused, checks_types
+
+
+def _calls(graph: fx.Graph) -> Counter[str]:
+    """How often `graph` calls each module, by its path."""
+    return Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
 
 
 def _compiled(graph: fx.Graph, cls: type[nn.Module]) -> Callable[..., Any]:

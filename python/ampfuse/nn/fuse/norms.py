@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.nn.functional import normalize_rows, same_shape_and_dtype
-from ampfuse.nn.fuse.forwards import class_of, forward_name, has_no_hooks
-from ampfuse.nn.fuse.trace import IN_PLACE, between, called, is_reader, module_of, replace
+from ampfuse.nn.fuse.forwards import class_of, forward_name, module_of
+from ampfuse.nn.fuse.trace import IN_PLACE, between, called, is_reader, replace
 from ampfuse.nn.modules import normalize
 
 # ---- batch norms ---------------------------------------------------------------------------------
@@ -32,41 +32,18 @@ def is_batch_norm2d(norm: nn.Module) -> TypeGuard[_BatchNorm]:
 
 
 def norm_act(
-    norm: nn.Module,
-    x: Tensor,
-    residual: Tensor | None = None,
-    act: nn.Module | bool = False,
-    identities: Sequence[nn.Module] = (),
-    in_place: bool = False,
+    norm: _BatchNorm, x: Tensor, residual: Any, relu: bool, in_place: bool = False
 ) -> Tensor:
-    """``act(identities(norm(x)) + residual)``, fused if the modules are still those that the graph
-    was made for.
-
-    They may have been exchanged, or have got hooks; then they are called one by one.
+    """``relu(norm(x) + residual)``, without a `residual` of None, and without `relu`.
 
     Arguments:
-        act: an ``nn.ReLU``; True for a ReLU that is not a module, False for none.
-        identities: ``nn.Identity`` modules.
         in_place: the residual is added in place, which decides the type of the sum.
     """
-    modules = (norm, *identities) if isinstance(act, bool) else (norm, *identities, act)
-    if (
-        is_batch_norm2d(norm)
-        and x.dim() == 4
-        and (residual is None or same_shape_and_dtype(residual, x))
-        and all(type(module) is nn.Identity for module in identities)
-        and (isinstance(act, bool) or type(act) is nn.ReLU)
-        and has_no_hooks(*modules)
-    ):
-        return normalize(norm, x, residual, act is not False)
+    if residual is None or same_shape_and_dtype(residual, x):
+        return normalize(norm, x, residual, relu)
     out = norm(x)
-    for module in identities:
-        out = module(out)
-    if residual is not None:
-        out = operator.iadd(out, residual) if in_place else out + residual
-    if isinstance(act, bool):
-        return F.relu(out) if act else out
-    return act(out)
+    out = operator.iadd(out, residual) if in_place else out + residual
+    return F.relu(out) if relu else out
 
 
 # ---- layer and RMS norms -------------------------------------------------------------------------
@@ -143,11 +120,9 @@ def _computes_rms_norm(norm: Any) -> bool:
 
 
 def add_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """``(norm(x + residual), x + residual)``, fused if `norm` is still the one that the graph was
-    made for."""
+    """``(norm(x + residual), x + residual)``, fused if possible."""
     spec = norm_spec(norm)
-    fits = spec is not None and same_shape_and_dtype(x, residual) and _takes(spec, norm, x)
-    if spec is None or not fits or not has_no_hooks(norm):
+    if spec is None or not same_shape_and_dtype(x, residual) or not _takes(spec, norm, x):
         total = x + residual
         return norm(total), total
     y, total = _normalize(spec, norm, x, residual)
@@ -228,9 +203,7 @@ def _fuse_batch_norm(graph: fx.Graph, root: nn.Module, norm: fx.Node) -> str:
     """Make one call of `norm` and what may follow it: identities, an add, a ReLU."""
     (x,) = norm.args
     chain = [norm]
-    identities: list[Any] = []
-    act: fx.Node | bool = False
-    residual, in_place = None, False
+    residual, in_place, relu = None, False, False
 
     def follower() -> fx.Node | None:
         """The node that alone reads the end of the chain, if the norm may be computed there."""
@@ -242,26 +215,22 @@ def _fuse_batch_norm(graph: fx.Graph, root: nn.Module, norm: fx.Node) -> str:
 
     while (user := follower()) is not None and type(module_of(user, root)) is nn.Identity:
         chain.append(user)
-        identities.append(user.target)
     if user is not None and (other := _added_to(user, chain[-1])) is not None:
         residual, in_place = other, user.target in _ADDS_IN_PLACE
         chain.append(user)
         user = follower()
     if user is not None and user.args[:1] == (chain[-1],) and _is_relu(user, root):
         chain.append(user)
-        act = True
+        relu = True
 
     last = chain[-1]
     with graph.inserting_before(last):
-        if act and last.op == "call_module":
-            act = graph.get_attr(str(last.target))
-        module, *identities = (graph.get_attr(path) for path in (norm.target, *identities))
-        arguments = (module, x, residual, act, tuple(identities), in_place)
+        arguments = (graph.get_attr(str(norm.target)), x, residual, relu, in_place)
         fused = graph.create_node("call_function", norm_act, arguments, {}, norm.name)
     last.replace_all_uses_with(fused)
     for node in reversed(chain):
         graph.erase_node(node)
-    taken = [name for name, there in (("add", residual), ("ReLU", act)) if there]
+    taken = [name for name, there in (("add", residual), ("ReLU", relu)) if there]
     return "with " + " and ".join(taken) if taken else "alone"
 
 

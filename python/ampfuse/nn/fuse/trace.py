@@ -246,13 +246,6 @@ def called(node: fx.Node) -> Any:
     return node.target if node.op in ("call_function", "call_method") else None
 
 
-def module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
-    """The module that `node` calls with one argument; None if it is another operation."""
-    if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
-        return None
-    return root.get_submodule(str(node.target))
-
-
 def is_reader(module: nn.Module) -> bool:
     """Whether `module` is known to leave its input as it is, and to return new memory."""
     if type(module).forward is nn.Sequential.forward:
