@@ -304,6 +304,7 @@ def test_frozen_statistics_may_change_before_backward():
     ("call", "message"),
     [
         (lambda o, x, c: o.batch_norm_moments(x.contiguous()), "channels_last"),
+        (lambda o, x, c: o.batch_norm_moments(channels_last(2, 0, 4, 4)), "no columns"),
         (lambda o, x, c: o.batch_norm_apply(x, x.half(), c, c, None, None, True), "residual must"),
         (lambda o, x, c: o.batch_norm_apply(x, None, c[:2], c, None, None, True), "mean has 2"),
         (lambda o, x, c: o.batch_norm_reduce(x.half(), x, c, c, c[:0].byte(), False), "dy must"),

@@ -211,18 +211,6 @@ def test_splits_and_patches_compile_in_one_graph(backend):
     assert_compiles_in_one_graph(step, inputs, backend, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_no_columns_are_an_error(device):
-    x = torch.empty(2, 0, device=device)
-    with pytest.raises(ValueError, match="columns"):
-        nn_ops().norm_forward(x, None, None, None, 0, 1e-5, True)
-
-
-def test_rows_that_the_columns_do_not_divide_are_an_error():
-    with pytest.raises(ValueError, match="4 columns"):
-        nn_ops().norm_forward(torch.ones(2, 5), None, None, None, 4, 1e-5, True)
-
-
 def test_no_rows_have_no_results_and_gradients_of_zero(device):
     none, weight = torch.ones(0, 8), torch.ones(8)
     _, _, mean, rstd = nn_ops().norm_forward(none, None, weight, None, 8, 1e-5, True)
@@ -231,30 +219,26 @@ def test_no_rows_have_no_results_and_gradients_of_zero(device):
     assert nn_ops().activation_forward(none, None, None, "gelu").shape == (0, 8)
 
 
-def test_images_without_channels_are_an_error():
-    x = torch.empty(2, 0, 4, 4).to(memory_format=torch.channels_last)
-    with pytest.raises(ValueError, match="no columns"):
-        nn_ops().batch_norm_moments(x)
-
-
-def test_weight_and_bias_of_two_types_are_an_error():
-    x = torch.randn(4, 8, dtype=torch.bfloat16)
-    weight, bias = torch.ones(8, dtype=torch.bfloat16), torch.zeros(8)
-    with pytest.raises(TypeError, match=r"weight is .*BFloat16 and bias .*Float"):
-        nn_ops().norm_forward(x, None, weight, bias, 8, 1e-5, True)
+X, NONE, SUMS = torch.ones(4, 8), torch.empty(0), torch.ones(8)
+TARGET, OPTIONS = torch.zeros(4, dtype=torch.int64), (-100, 0.0)
+TWO_TYPES = r"weight is .*BFloat16 and bias .*Float"
 
 
 @pytest.mark.parametrize(
-    ("gradients", "sums", "says"), [(0, 8, "has 0 elements; it needs 4"), (4, 0, "it needs 8")]
+    ("call", "says"),
+    [
+        (lambda o: o.norm_forward(X[:, :0], *[None] * 3, 0, 1e-5, True), "columns"),
+        (lambda o: o.norm_forward(X[:, :0].to("meta"), *[None] * 3, 0, 1e-5, True), "columns"),
+        (lambda o: o.norm_forward(X.view(2, 16)[:1, :5], *[None] * 3, 4, 1e-5, True), "4 columns"),
+        (
+            lambda o: o.norm_forward(X.bfloat16(), None, SUMS.bfloat16(), SUMS, 8, 0, True),
+            TWO_TYPES,
+        ),
+        (lambda o: o.norm_backward(X, None, X, NONE, NONE, None, 8, [True] * 3), "rstd .* needs 4"),
+        (lambda o: o.cross_entropy_gradient(NONE, X, TARGET, None, SUMS, *OPTIONS), "needs 4"),
+        (lambda o: o.cross_entropy_gradient(X[0, :4], X, TARGET, None, NONE, *OPTIONS), "needs 8"),
+    ],
 )
-def test_a_gradient_of_losses_that_are_not_there(gradients, sums, says):
-    logits, target = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
-    given = torch.empty(gradients), logits, target, None, torch.empty(sums)
-    with pytest.raises(ValueError, match=says):
-        nn_ops().cross_entropy_gradient(*given, -100, 0.0)
-
-
-def test_a_gradient_of_a_norm_without_rstd_is_an_error():
-    x, none = torch.randn(4, 8), torch.empty(0)
-    with pytest.raises(ValueError, match="rstd has 0 elements; it needs 4"):
-        nn_ops().norm_backward(x, None, x, none, none, None, 8, [True] * 3)
+def test_wrong_arguments_are_errors(call, says):
+    with pytest.raises(TypeError if says == TWO_TYPES else ValueError, match=says):
+        call(nn_ops())
