@@ -180,6 +180,10 @@ FORWARDS = {
         "with add",
     ),
     "called ReLU": (lambda self, x: self.relu(self.norm(x)), "alone", {"relu": nn.SiLU()}),
+    "positions": (
+        lambda self, x: self.relu(self.norm(x)) + torch.arange(x.shape[-1], device=x.device),
+        "with ReLU",
+    ),
 }
 
 
@@ -255,7 +259,7 @@ class Overridden(nn.BatchNorm2d):
 
 LEFT = {
     "branches": (lambda self, x: self.norm(x) if x.sum() > -1e9 else x, "cannot be traced"),
-    "stores": (lambda self, x: setattr(self, "kept", x) or self.norm(x), "cannot be traced"),
+    "stores": (lambda self, x: setattr(self, "kept", x) or self.norm(x), "sets self.kept"),
     "counts": (
         lambda self, x: setattr(self, "count", self.count + 1) or self.norm(x),
         "sets self.count",
@@ -274,6 +278,8 @@ LEFT = {
         lambda self, x: self.norm(x) * (2 if isinstance(x.size(0), int) else 1),
         "checks the type",
     ),
+    "class": (lambda self, x: self.norm(x) * (2 if x.__class__ is torch.Tensor else 1), "the type"),
+    "number": (lambda self, x: self.norm(x) + torch.eye(x.shape[-1]), "function as a number"),
     "subclass": (plain, "Overridden has no fused version", {"norm": Overridden(4)}),
     "one dimension": (
         lambda self, x: self.norm(x.flatten(2)),

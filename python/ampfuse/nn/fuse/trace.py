@@ -6,6 +6,7 @@ keeps something between calls, draws random numbers, or changes the gradient mod
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import enum
 import functools
@@ -79,7 +80,12 @@ def trace(module: nn.Module, cls: type[nn.Module], key: GraphKey) -> tuple[fx.Gr
     stand_in: nn.Module = object.__new__(cls)
     stand_in.__dict__ = module.__dict__
     tracer, drawn = _Tracer(key), random.getstate()
-    with _mode(module, key.training), _unchanged(module), _OnlyOfArguments():
+    with (
+        _mode(module, key.training),
+        _unchanged(module),
+        _isinstance_of_values(),
+        _OnlyOfArguments(),
+    ):
         try:
             graph = tracer.trace(stand_in)
         except Exception as error:  # whatever this forward does with a proxy
@@ -93,10 +99,16 @@ def trace(module: nn.Module, cls: type[nn.Module], key: GraphKey) -> tuple[fx.Gr
     return graph, tracer.checks_types
 
 
+# C++ parses their numbers and lists of tensors before it asks a proxy that stands for one.
+_WRAPPED = (
+    *(torch.cat, torch.stack, torch.arange, torch.linspace),
+    *(torch.empty, torch.zeros, torch.ones, torch.full),
+)
+
+
 class _Tracer(fx.Tracer):
     def __init__(self, key: GraphKey) -> None:
-        # C++ parses a list of tensors before it asks a proxy that stands for one.
-        super().__init__(autowrap_functions=(torch.cat, torch.stack))
+        super().__init__(autowrap_functions=_WRAPPED)
         self._autowrap_search.append(torch)
         self._arguments = dict(key.arguments)
         self._context = _context()
@@ -146,13 +158,31 @@ def _context() -> tuple[Any, ...]:
 
 class _Proxy(fx.Proxy):
     """A proxy whose ``x += y`` stays in place (fx would make it ``x = x + y``), and whose tracer
-    hears of each ``isinstance``."""
+    answers ``isinstance``."""
 
     tracer: _Tracer
 
+    # C++ asks for it, too, and would read the memory of a proxy that passes for a tensor.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return self.tracer.type_of(self.node)
+        raise Untraceable("it reads the type of a value, or passes one to a function as a number")
+
+
+@contextlib.contextmanager
+def _isinstance_of_values() -> Iterator[None]:
+    """In the block, ``isinstance`` finds the types of the values that proxies stand for."""
+    before = builtins.isinstance
+
+    def of_value(value: Any, kind: Any) -> bool:
+        if type(value) is not _Proxy:
+            return before(value, kind)
+        return issubclass(_Proxy, kind) or issubclass(value.tracer.type_of(value.node), kind)
+
+    builtins.isinstance = of_value
+    try:
+        yield
+    finally:
+        builtins.isinstance = before
 
 
 def _in_place(name: str) -> Callable[[Any, Any], Any]:
