@@ -208,7 +208,7 @@ class _Variant(NamedTuple):
         for path, cls in self.taken:
             module: Any = owner
             for name in path:
-                module = module._modules.get(name)
+                module = getattr(module, "_modules", {}).get(name)
             if type(module) is not cls or not runs_plainly(module):
                 return False
         return not _has_any_global_hook()
