@@ -30,53 +30,58 @@ def replace(value: Any, leaf: Callable[[Any], Any]) -> Any:
     `leaf` sees containers too, before their items, and may replace them whole.
     """
     replaced = leaf(value)
-    if replaced is not value or isinstance(value, (Tensor, str, bytes)):
+    old = None if isinstance(value, Tensor) else _items(value)
+    if replaced is not value or old is None:
         return replaced
+    items = [replace(item, leaf) for item in old]
+    if all(map(_same, items, old)):
+        return value
     if isinstance(value, (list, tuple)):
-        items = [replace(item, leaf) for item in value]
-        if all(_same(new, old) for new, old in zip(items, value, strict=True)):
-            return value
-        if hasattr(value, "_fields"):  # a namedtuple takes its fields one by one
-            return type(value)(*items)
-        return type(value)(items)
+        # A namedtuple takes its fields one by one.
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        entries = {key: replace(old, leaf) for key, old in value.items()}
-        if all(map(_same, entries.values(), value.values())):
-            return value
+        entries = dict(zip(value, items, strict=True))
         if type(value) in _DICTS or not isinstance(value, MutableMapping):
             return OrderedDict(entries) if isinstance(value, OrderedDict) else entries
         rebuilt = copy.copy(value)
-        for key, new in entries.items():
-            rebuilt[key] = new
+        for key, item in entries.items():
+            rebuilt[key] = item
         return rebuilt
     if is_dataclass(value):
-        fields = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-        changed = {
-            name: new
-            for name in fields
-            if not _same(new := replace(old := getattr(value, name), leaf), old)
-        }
-        if changed:
-            value = copy.copy(value)
-        for name, new in changed.items():
-            object.__setattr__(value, name, new)  # frozen ones too
-    elif type(value) in torch_pytree.SUPPORTED_NODES:
-        items, spec = torch_pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
-        changed_items = [replace(item, leaf) for item in items]
-        if not all(map(_same, changed_items, items)):
-            return torch_pytree.tree_unflatten(changed_items, spec)
-    return value
+        rebuilt = copy.copy(value)
+        for name, item, was in zip(_fields(value), items, old, strict=True):
+            if not _same(item, was):
+                object.__setattr__(rebuilt, name, item)  # frozen ones too
+        return rebuilt
+    _, spec = torch_pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
+    return torch_pytree.tree_unflatten(items, spec)
+
+
+def _items(value: Any) -> list[Any] | None:
+    """What :func:`replace` finds in a container; None of other objects."""
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if is_dataclass(value):
+        return [getattr(value, name) for name in _fields(value)]
+    if type(value) in torch_pytree.SUPPORTED_NODES:
+        return torch_pytree.tree_flatten(value, is_leaf=lambda item: item is not value)[0]
+    return None
 
 
 def walks(value: Any) -> bool:
     """Whether :func:`replace` looks into `value`."""
-    if isinstance(value, (list, tuple, Mapping)) or type(value) in torch_pytree.SUPPORTED_NODES:
-        return True
-    return is_dataclass(value)
+    return _items(value) is not None
 
 
 def is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> list[str]:
+    """The fields of a dataclass's instance that are set."""
+    return [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
 
 
 def _same(new: Any, old: Any) -> bool:
@@ -92,17 +97,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in `value`, at any depth: in what :func:`replace` looks into."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors(item)
-    elif is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from tensors(getattr(value, field.name, None))
-    elif type(value) in torch_pytree.SUPPORTED_NODES:
-        for item in torch_pytree.tree_flatten(value, is_leaf=lambda item: item is not value)[0]:
+    else:
+        for item in _items(value) or ():
             yield from tensors(item)
 
 
