@@ -140,7 +140,7 @@ def test_a_pass_like_the_last_uploads_nothing(emulated):
 
     def copies(gradients):
         before = _core.C.copy_count()
-        optimizer.begin_backward()
+        optimizer.param_table().gradients.begin_backward()
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
         optimizer.end_backward(torch.tensor(8.0), True)

@@ -184,10 +184,10 @@ def test_wrong_calls_are_refused(case):
 
 def test_a_step_inside_a_backward_pass_is_refused():
     optimizer = make("adamw", model())
-    optimizer.begin_backward()
+    optimizer.param_table().gradients.begin_backward()
     with pytest.raises(RuntimeError, match=r"step\(\) inside a backward pass"):
         train(optimizer)
-    optimizer.cancel_backward()
+    optimizer.param_table().gradients.cancel_backward()
     train(optimizer)
 
 

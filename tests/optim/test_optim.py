@@ -486,7 +486,7 @@ def test_a_step_in_cpp_finds_the_gradients_of_masters():
     weight = nn.Parameter(torch.ones(3, dtype=bf16))
     optimizer = InCpp([weight])
     optim.upgrade(optimizer, master_weights=True)
-    optimizer.begin_backward()
+    optimizer.param_table().gradients.begin_backward()
     weight.grad = torch.ones_like(weight)
     optimizer.end_backward(torch.tensor(4.0), True)
     optimizer.step()

@@ -214,7 +214,7 @@ def test_the_largest_f16_gradients_are_no_overflow_at_any_scale(scale, device):
     param = torch.zeros(30, dtype=f16, device=device, requires_grad=True)
     optimizer = torch.optim.SGD([param], lr=1e-9)
     optim.upgrade(optimizer, master_weights=True)
-    optimizer.begin_backward()
+    optimizer.param_table().gradients.begin_backward()
     param.grad = torch.full((30,), 65504.0, dtype=f16, device=device)
     optimizer.end_backward(torch.tensor(scale, device=device), True)
     optimizer.step()

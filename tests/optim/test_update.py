@@ -136,7 +136,7 @@ def test_half_without_masters_rounds_once_a_step(name, dtype, device):
 
 def one_pass(optimizer, params, grads, scale):
     """Do what a block of scale_loss does. (`params`: the model's.)"""
-    optimizer.begin_backward()
+    optimizer.param_table().gradients.begin_backward()
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad * scale
     optimizer.end_backward(torch.tensor(scale, device=params[0].device), True)

@@ -161,25 +161,27 @@ def scaled_pass(
     watch = _Watch()
     try:
         for optimizer in optimizers:
-            optimizer.begin_backward()
-            begun.append(optimizer)
+            gradients = optimizer.param_table().gradients
+            gradients.begin_backward()
+            begun.append((optimizer, gradients))
         groups = no_sync.average_earlier(optimizers)
         scaled = loss.float() * scale
         if scaled.requires_grad:
             scaled.register_hook(watch)
         yield scaled
-        for optimizer in begun[1:]:  # all take the pass in, or none
-            optimizer.check_gradients()
+        for _, gradients in begun[1:]:  # all take the pass in, or none
+            gradients.check()
         while begun:
-            left_here = begun[0].end_backward(scale, check, delay_unscale)
+            optimizer, _ = begun[0]
+            left_here = optimizer.end_backward(scale, check, delay_unscale)
             any_gradient |= left_here
             # FSDP keeps gradients until a pass that it synchronises. They carry the scale, which
             # must not change between.
-            may_update_scale |= left_here or not begun[0].has_shards
+            may_update_scale |= left_here or not optimizer.has_shards
             del begun[0]
     except BaseException:
-        for optimizer in begun:
-            optimizer.cancel_backward()
+        for _, gradients in begun:
+            gradients.cancel_backward()
         raise
     finally:
         watch.is_over = True

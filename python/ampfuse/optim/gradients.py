@@ -113,13 +113,10 @@ class ScaledGradients(OptionDefaults, Optimizer):
     # --- gradients ------------------------------------------------------------------------------
 
     @dynamo_disable
-    def begin_backward(self) -> None:
-        """Put earlier gradients away, so that a backward pass brings only new ones."""
-        self._rows.current_table().gradients.begin_backward()
-
-    @dynamo_disable
     def end_backward(self, scale: Tensor, check: bool, delay: bool = False) -> bool:
         """Inspect and unscale the gradients of a pass, which carry `scale` (float32, 0-dim).
+
+        The pass began with ``param_table().gradients.begin_backward()``.
 
         Arguments:
             check: look for inf and NaN.
@@ -134,16 +131,6 @@ class ScaledGradients(OptionDefaults, Optimizer):
             # A DTensor cannot unscale its gradient when it is read.
             gradients.materialize()
         return left
-
-    @dynamo_disable
-    def check_gradients(self) -> None:
-        """Raise RuntimeError or TypeError for a gradient that a step does not support."""
-        self._rows.existing_table().gradients.check()
-
-    def cancel_backward(self) -> None:
-        """The pass failed: drop its gradients and restore those before it."""
-        if self._rows.table is not None:  # else the pass failed because there could be none
-            self._rows.table.gradients.cancel_backward()
 
     @property
     def has_scaled_gradients(self) -> bool:
