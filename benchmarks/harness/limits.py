@@ -57,7 +57,7 @@ def muon_bounds(gradients: list[Tensor], clock: Any) -> Bounds:
     matrices = [gradient.flatten(1) for gradient in gradients if gradient.ndim > 1]
     device = gradients[0].device
     dtype = product_dtype(device)
-    count = sum(operations(*sorted(matrix.shape), _ITERATIONS, dtype) for matrix in matrices)
+    count = sum(min(operations(*sorted(matrix.shape), _ITERATIONS, dtype)) for matrix in matrices)
     left, right = (torch.randn(8, 1024, 1024).to(device, torch.bfloat16) for _ in range(2))
 
     def products() -> None:

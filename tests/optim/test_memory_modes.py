@@ -478,7 +478,7 @@ def test_averages_are_swapped_in_and_out(mode, monkeypatch):
     assert_same(state_of(optimizer), before)
     served = [averages[0]]
     with monkeypatch.context() as patch:
-        patch.setattr("ampfuse.optim.state.local", lambda _: served.pop())
+        patch.setattr("ampfuse.optim.fused.local", lambda _: served.pop())
         with pytest.raises(IndexError):
             optimizer.swap_ema().__enter__()
     assert_same(state_of(optimizer), before)

@@ -109,7 +109,7 @@ def load_around(optimizer: Any, state_dict: dict[str, Any], by: Callable[[Any], 
     names = optimizer._rows.parameter_names()
     for i, param in enumerate(parameters(optimizer)):
         for key, value in masters.get(i, {}).items():
-            _check_shape(key, value, tuple(param.shape), names[i])
+            _check_tensor(key, value, tuple(param.shape), names[i])
     states = {i: state for i, state in states.items() if state or not masters.get(i)}
     by({**state_dict, "state": states} | ({"param_groups": groups} if groups else {}))
     _restore_masters(optimizer, [masters.get(i, {}) for i in range(len(names))], defaultdict(dict))
@@ -181,7 +181,7 @@ def _check_and_remember(optimizer: Any, state_dict: dict[str, Any]) -> dict[str,
         if key not in state_dict:
             raise ValueError(f"the state dict has no {key!r}; its keys are {list(state_dict)}")
     for holder in (state_dict, *state_dict["param_groups"][:1]):
-        _check_shape(HISTORY, holder.get(HISTORY), (len(StepHistory._fields),), "the optimizer")
+        _check_tensor(HISTORY, holder.get(HISTORY), (len(StepHistory._fields),), "the optimizer")
     names = iter(optimizer._rows.parameter_names())
     for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         if len(own["params"]) != len(saved["params"]):
@@ -222,13 +222,7 @@ def _check_state(
             if storage is not None or not algorithm.starts_at_gradient:
                 needed += (storage or FP32).keys(stored.name)
     for key, shape in shapes.items():
-        _check_shape(key, state.get(key), shape, name)
-    remainder = state.get("master_remainder")
-    if remainder is not None and remainder.dtype != torch.int16:
-        raise ValueError(
-            f"master_remainder for {name} is {remainder.dtype} in the state dict; it must be "
-            "int16, as it was saved. Nothing was loaded."
-        )
+        _check_tensor(key, state.get(key), shape, name)
     if not state.keys() <= {*MASTERS, "ema"}:
         _check_has(needed, state, name)
 
@@ -260,10 +254,16 @@ def _check_has(keys: list[str], state: dict[str, Any], name: str) -> None:
             )
 
 
-def _check_shape(key: str, value: Any, shape: tuple[int, ...], name: str) -> None:
-    if value is not None and tuple(getattr(value, "shape", ())) != shape:
+def _check_tensor(key: str, value: Any, shape: tuple[int, ...], name: str) -> None:
+    if value is None:
+        return
+    if tuple(getattr(value, "shape", ())) != shape:
         what = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is {value!r}"
-        raise ValueError(
-            f"{key} for {name} {what} in the state dict; it must be a tensor of shape {shape}. "
-            "Nothing was loaded."
-        )
+        right = f"a tensor of shape {shape}"
+    elif key == "master_remainder" and value.dtype != torch.int16:
+        what, right = f"is {value.dtype}", "int16, as it was saved"
+    else:
+        return
+    raise ValueError(
+        f"{key} for {name} {what} in the state dict; it must be {right}. Nothing was loaded."
+    )

@@ -22,7 +22,8 @@ from ampfuse.optim.options import (
     check,
     check_options,
 )
-from ampfuse.optim.param_groups import Hypers, check_hyper, check_range, is_empty, kernel_hyper
+from ampfuse.optim.param_groups import Hypers, check_hyper, is_empty
+from ampfuse.optim.sharding import local
 from ampfuse.optim.state import StateOfParameters, States
 from ampfuse.torch_utils import FLOAT_DTYPES, dynamo_disable
 
@@ -87,8 +88,10 @@ class FusedOptimizer(AmpOptimizer):
         if replaces is not None:
             FUSED[replaces] = cls
 
-    def _construct(self, arguments: dict[str, Any]) -> None:
+    def _construct(self, arguments: dict[str, Any], *, by_torchs: bool = True) -> None:
         """The constructor of an optimizer, given its ``locals()``.
+
+        `by_torchs`: call that of the class of torch that this one replaces.
 
         Raises TypeError for an unknown option, and ValueError for a wrong value.
         """
@@ -101,22 +104,17 @@ class FusedOptimizer(AmpOptimizer):
         for name, value in options.items():
             setattr(self, name, bool(value) if name in BOOL_OPTIONS and value in (0, 1) else value)
         check_hyper(self.algorithm, arguments)
-        check_range(kernel_hyper(self.algorithm, arguments))
         if (fill := self.algorithm.filled_with) is not None:
             check(fill, arguments[fill], NUMBER)
-        self._init_base(params, arguments)
+        if self._replaces is not None and by_torchs:
+            self._replaces.__init__(self, params, **arguments)
+        else:
+            torch.optim.Optimizer.__init__(self, params, arguments)
         # torch's Adagrad has filled its states by now, in the parameter's type.
         for state in self.state.values():
             for name in self.algorithm.states:
                 fresh = float(arguments[str(fill)])
                 state[name] = torch.full_like(state[name], fresh, dtype=torch.float32)
-
-    def _init_base(self, params: Any, arguments: dict[str, Any]) -> None:
-        """Call the constructor of torch's class, or of all optimizers."""
-        if self._replaces is None:
-            torch.optim.Optimizer.__init__(self, params, arguments)
-        else:
-            self._replaces.__init__(self, params, **arguments)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; ValueError for an option's wrong value, or one that comes too late."""
@@ -134,9 +132,7 @@ class FusedOptimizer(AmpOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         self._has_options(group)
         self._states.storage_of(group)
-        algorithm = self.algorithm_in(group)
-        check_hyper(algorithm, group)
-        check_range(kernel_hyper(algorithm, group))
+        check_hyper(self.algorithm_in(group), group)
         if group.get("differentiable"):
             raise ValueError(
                 "differentiable=True is not supported: autograd does not record a fused update. "
@@ -212,10 +208,8 @@ class FusedOptimizer(AmpOptimizer):
         if (collected := self._collect()) is None:
             return loss
         table, stateless = collected
-        for row in stateless:
-            self._states.init_row(row)
         if stateless:
-            self._states.remember()
+            self._states.init_rows(stateless)
         max_norm = self.clip_once or self.max_grad_norm or 0.0
         meter = self._meter if self._rehearsal is None else None
         metered = meter.before_update(table) if meter is not None else None
@@ -294,6 +288,7 @@ class FusedOptimizer(AmpOptimizer):
         return table.inspector.state_field("sum_squares").sqrt().to(torch.float32)
 
     @contextlib.contextmanager
+    @torch.no_grad()
     def swap_ema(self) -> Iterator[None]:
         """In the block the model has the averages of its weights, rounded to their type.
 
@@ -309,9 +304,23 @@ class FusedOptimizer(AmpOptimizer):
             raise RuntimeError(
                 f"{what}. Create the optimizer with ema_decay=..., and do not nest swap_ema blocks."
             )
-        self.ensure_bound()
-        with self._states.averages_in_model():
+        table = self.ensure_bound()
+        table.masters.refresh()  # afterwards every edit counts as known
+        weights = []
+        self._swapped = True
+        try:
+            for row, param in enumerate(self._rows.params):
+                if (average := self.state.get(param, {}).get("ema")) is not None:
+                    model = table.model(row)
+                    weight = table.param(row) if model is None else model
+                    weights.append((weight, weight.detach().clone()))
+                    weight.copy_(local(average))
             yield
+        finally:
+            self._swapped = False
+            for weight, before in weights:
+                weight.copy_(before)
+            table.masters.accept_model_weights()
 
     # --- state dicts and copies -----------------------------------------------------------------
 

@@ -95,15 +95,12 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
         adjust_lr_fn: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self._construct(locals())
+        self._construct(locals(), by_torchs=False)  # torch's only accepts matrices
 
     def algorithm_in(self, group: dict[str, Any]) -> Algorithm:
         return ALGORITHMS[_ALGORITHMS[group.get("algorithm", "muon")]]
 
     _group_choices = ("state_dtype", "algorithm", *SHAPING)
-
-    def _init_base(self, params: ParamsT, arguments: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__init__(self, params, arguments)  # torch's only accepts matrices
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         algorithm = param_group.get("algorithm", "muon")
@@ -130,20 +127,20 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
     def _between_stages(self) -> Callable[[list[int]], Callable[[], None]]:
         """Give Muon's rows scratch memory, which is orthogonalized between the two stages."""
         rows, table = self._rows, self._rows.existing_table()
-        scratch = {}
-        for row in range(len(rows.params)):
-            if rows.algorithm_of(row).has_scratch:
+        groups, scratch = rows.groups(), {}
+        for row, group in enumerate(groups):
+            if self.algorithm_in(group).has_scratch:
                 param = table.param(row)
                 scratch[row] = _core.C.empty_laid_out_as(param, matrix_dtype(param.device))
         table.set_scratch(list(scratch.items()))
 
         def between(stepped: list[int]) -> Callable[[], None]:
-            gathered = self._gathered({row: scratch[row] for row in stepped})
+            gathered = self._gathered({row: scratch[row] for row in stepped}, groups)
             matrices = {row: scratch[row] for row in stepped if not is_sharded(rows.params[row])}
             for each in gathered:
                 matrices |= each.wait()
             with torch.autocast(table.param(0).device.type, enabled=False):
-                orthogonalize((matrices[row], rows.group_of(row)) for row in sorted(matrices))
+                orthogonalize((matrices[row], groups[row]) for row in sorted(matrices))
             for each in gathered:
                 each.give_back()  # while other rows are updated
 
@@ -155,7 +152,7 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
 
         return between
 
-    def _gathered(self, scratch: dict[int, Tensor]) -> list[Gathered]:
+    def _gathered(self, scratch: dict[int, Tensor], groups: list[Any]) -> list[Gathered]:
         """For each mesh, shards on their way to the ranks that orthogonalize the matrices."""
         rows = self._rows
         by_mesh: dict[Any, dict[int, Any]] = defaultdict(dict)
@@ -165,7 +162,7 @@ class Muon(FusedOptimizer, torch.optim.Muon, algorithm="muon", replaces=torch.op
                 by_mesh[param.device_mesh][row] = param
 
         def cost(row: int) -> float:
-            views = matrices_of(_meta(rows.params[row]), rows.group_of(row))
+            views = matrices_of(_meta(rows.params[row]), groups[row])
             return sum(len(view) * min(view.shape[1:]) * view[0].numel() for view in views)
 
         return [

@@ -77,23 +77,16 @@ def _float32_cost() -> float:
     return 2.5 if cpu_has_bf16() else 1.0
 
 
-def operations(m: int, n: int, steps: int, dtype: torch.dtype) -> float:
-    """The multiplications and additions in the products of `steps` on an m x n matrix, m <= n.
+def operations(m: int, n: int, steps: int, dtype: torch.dtype) -> tuple[float, float]:
+    """The operations of `steps` on an m x n matrix, m <= n: directly, and on the Gram matrix.
 
     With products in BF16, those in FP32 count as many as BF16 would do in their time.
     """
-    return min(_of_gram(m, n, steps, dtype), _of_direct(m, n, steps))
-
-
-def _of_direct(m: int, n: int, steps: int) -> float:
-    return steps * (2.0 * m**3 + 4.0 * m**2 * n)
-
-
-def _of_gram(m: int, n: int, steps: int, dtype: torch.dtype) -> float:
     cost = _float32_cost() if dtype == torch.bfloat16 else 1.0
     grams = 2 if dtype == torch.float16 and steps > _RESTART else 1
     square, wide = 2.0 * m**3, 2.0 * m**2 * n
-    return cost * ((4 * steps - 3 * grams) * square + grams * wide) + grams * wide
+    by_gram = cost * ((4 * steps - 3 * grams) * square + grams * wide) + grams * wide
+    return steps * (square + 2 * wide), by_gram
 
 
 def orthogonalized(
@@ -130,7 +123,8 @@ def orthogonalized(
     factor /= math.sqrt(scale)
     if not polynomials:
         return x.mul_(factor)
-    if _of_direct(m, n, len(scaled)) <= _of_gram(m, n, len(scaled), dtype):
+    directly, by_gram = operations(m, n, len(scaled), dtype)
+    if directly <= by_gram:
         return _directly(x, scaled, factor)
     if is_half and len(scaled) > _RESTART:
         x, scaled = _by_gram(x, scaled[:_RESTART], 1.0), scaled[_RESTART:]

@@ -71,7 +71,12 @@ _NORM = one_of(2, math.inf, 0)  # 0 is apex's name of inf
 
 
 def check_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
-    """Raise ValueError for a wrong type in a group, or among a constructor's arguments."""
+    """Raise ValueError for a wrong value in a group, or among a constructor's arguments."""
+    _check_types(algorithm, group)
+    _check_range(_kernel_hyper(algorithm, group))
+
+
+def _check_types(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
     for hyper in algorithm.hypers:
         if hyper.key is None or hyper.key not in group:
             continue
@@ -84,7 +89,7 @@ def check_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
         check(str(switch), group[str(switch)], _IS_BOOL_OR_NONE)
 
 
-def kernel_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> dict[str, Any]:
+def _kernel_hyper(algorithm: Algorithm, group: Mapping[str, Any]) -> dict[str, Any]:
     """The values that kernels get from a checked group; ``lr`` may be a tensor."""
     return {hyper.name: hyper.of(group) for hyper in algorithm.hypers}
 
@@ -99,21 +104,21 @@ _RANGES = {
 }
 
 
-def check_range(hyper: Mapping[str, Any]) -> None:
-    """Raise ValueError, with torch's message, for a value of `kernel_hyper` out of its range."""
+def _check_range(hyper: Mapping[str, Any]) -> None:
+    """Raise ValueError, with torch's message, for a value of `_kernel_hyper` out of its range."""
     for name, value in hyper.items():
         words, end = _RANGES.get(name, (name, None))
         if not (value == value if end is None else 0.0 <= value < end):
             raise ValueError(f"Invalid {words}: {value}")
 
 
-def check_tensor_rate(rate: Any) -> None:
+def _check_tensor_rate(rate: Any) -> None:
     """Raise ValueError for a learning rate on the CPU out of its range, if `rate` is a tensor.
 
     One on another device is not read, as that would wait for the device.
     """
     if isinstance(rate, Tensor) and rate.is_cpu:
-        check_range({"lr": rate.item()})
+        _check_range({"lr": rate.item()})
 
 
 class Component:
@@ -170,7 +175,7 @@ class Hypers(Component):
             if not sent.is_of((begin, end), len(group), values):
                 self._sent[i : i + 1] = [self._resend(table, i, (begin, end), values, sent)]
             elif sent.lr is not None:
-                check_tensor_rate(sent.lr)
+                _check_tensor_rate(sent.lr)
 
     def _resend(
         self, table: ParamTable, i: int, rows: tuple[int, int], values: list[Any], sent: _Sent
@@ -179,7 +184,7 @@ class Hypers(Component):
         optimizer = self.optimizer
         group, on_device = optimizer.param_groups[i], optimizer._on_device
         may_change = optimizer._has_options(group)
-        check_hyper(optimizer.algorithm_in(group), group)
+        _check_types(optimizer.algorithm_in(group), group)
         optimizer._states.follow_group(i, group)
         lr, hyper = self.of(group)
         if sent.rows != rows or sent.lr is not lr or sent.hyper != hyper:
@@ -193,13 +198,13 @@ class Hypers(Component):
         Raises ValueError for a value out of its range.
         """
         optimizer = self.optimizer
-        hyper = kernel_hyper(optimizer.algorithm_in(group), group)
+        hyper = _kernel_hyper(optimizer.algorithm_in(group), group)
         lr = hyper["lr"]
         device = optimizer._rows.params[0].device if isinstance(lr, Tensor) else None
         on_device = device is not None and lr.device == device and lr.dtype == torch.float32
         hyper["lr"] = 0.0 if on_device else float(lr)
-        check_range(hyper)
-        check_tensor_rate(lr)
+        _check_range(hyper)
+        _check_tensor_rate(lr)
         if optimizer.seed:
             hyper["seed"] = float(optimizer.seed)
         if optimizer.ema_decay is not None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse._schema import Algorithm
 from ampfuse.devices import check_device
 from ampfuse.optim.masters import (
     MASTERS,
@@ -22,7 +21,7 @@ from ampfuse.optim.masters import (
     takes_master,
     unscale_on_access,
 )
-from ampfuse.optim.param_groups import Component, parameters
+from ampfuse.optim.param_groups import Component, parameters, with_groups
 from ampfuse.optim.sharding import Ranks, is_sharded, local, origin, placed_as
 from ampfuse.torch_utils import HALF_DTYPES, dynamo_disable
 
@@ -94,9 +93,10 @@ class Rows(Component):
             self._start_table(params[0].device)
         table = self.existing_table()
         optimizer._rows_are_added()
-        for i in range(len(self.params), len(params)):
-            self._add_row(table, i, params[i], names[i])
-            self.params.append(params[i])
+        new = list(zip(params, names, self.groups(), strict=True))[len(self.params) :]
+        for param, name, group in new:
+            self._add_row(table, param, name, optimizer.algorithm_in(group).name)
+            self.params.append(param)
         table.remember(groups=optimizer.param_groups)
         self.has_shards = any(map(is_sharded, params))
         self.ranks = Ranks.of(params)
@@ -163,17 +163,9 @@ class Rows(Component):
                 names.append(known or f"param_groups[{i}]['params'][{j}] of shape {shape}")
         return names
 
-    def group_of(self, row: int) -> dict[str, Any]:
-        """The parameter group of a row."""
-        for group in self.optimizer.param_groups:
-            if row < len(group["params"]):
-                return group
-            row -= len(group["params"])
-        raise IndexError(row)
-
-    def algorithm_of(self, row: int) -> Algorithm:
-        """The kernel that steps a row."""
-        return self.optimizer.algorithm_in(self.group_of(row))
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter group of each row."""
+        return [group for group, _ in with_groups(self.optimizer)]
 
     # --- masters --------------------------------------------------------------------------------
 
@@ -204,9 +196,9 @@ class Rows(Component):
             install_masters(self.optimizer, self.masters)
             self._frozen = None
 
-    def _add_row(self, table: ParamTable, row: int, param: Tensor, name: str) -> None:
+    def _add_row(self, table: ParamTable, param: Tensor, name: str, algorithm: str) -> None:
         optimizer = self.optimizer
-        options: dict[str, Any] = {"algorithm": self.algorithm_of(row).name}
+        options: dict[str, Any] = {"algorithm": algorithm}
         sharded = is_sharded(param)
         if sharded:
             options |= {"whole": param, "origin": origin(param)}

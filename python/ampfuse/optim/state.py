@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,26 +227,22 @@ class States(Component):
         self.discard_uninitialized()
         self._started = []
         optimizer, params = self.optimizer, self.optimizer._rows.params
-        self._by_group = self.wanted()
+        groups, self._by_group = optimizer._rows.groups(), self.wanted()
         self._has_averages = optimizer.ema_decay is not None
         for name, column in self._columns().items():
             saved = []
-            for row, param in enumerate(params):
-                number = self._saved_number(optimizer.state.get(param, {}), row, name)
+            for group, param in zip(groups, params, strict=True):
+                number = self._saved_number(optimizer.state.get(param, {}), group, name)
                 number = torch.as_tensor(number, dtype=torch.float32, device=column.device)
                 saved.append(number.reshape(()))
             column.copy_(torch.stack(saved))
+        begun = []
         for row, param in enumerate(params):
             if has_begun(optimizer.state.get(param, {})) or row in self._pinned:
-                self.init_row(row)
+                begun.append(row)
             else:
                 self._table.set_states(row, None)  # made at the row's next gradient
-        self.remember()
-
-    def remember(self) -> None:
-        """Note that the table has everything that is in ``state`` now."""
-        self._table.remember(states=self.optimizer.state)
-        self.are_bound = True
+        self.init_rows(begun)
 
     @torch.no_grad()
     def make_all(self) -> bool:
@@ -264,24 +259,31 @@ class States(Component):
             self.discard_uninitialized()
             self.are_bound, self.are_shown = False, True
         optimizer.ensure_bound()
-        for row, param in enumerate(optimizer._rows.params):
-            if param.requires_grad and not has_begun(optimizer.state.get(param, {})):
-                self.init_row(row)
-        self.remember()
+        rows = enumerate(optimizer._rows.params)
+        states = optimizer.state
+        self.init_rows(
+            row for row, p in rows if p.requires_grad and not has_begun(states.get(p, {}))
+        )
         optimizer._begin_dcp_read()
         return True
 
-    def init_row(self, row: int) -> None:
-        """Bind the state of a row, with zeros where it has none. Counts are views of a column."""
-        param = self.optimizer._rows.params[row]
-        with on_shards(self.optimizer.state[param], param) as state:
-            self._bind_row(row, state)
-        self._bind_numbers(self.optimizer.state[param], row)
+    def init_rows(self, rows: Iterable[int]) -> None:
+        """Bind the states of `rows`, with zeros where there are none: the table has all then.
 
-    def _bind_row(self, row: int, state: dict[str, Any]) -> None:
-        table, rows = self._table, self.optimizer._rows
-        param, group = table.param(row), rows.group_of(row)
-        storage = storage_for(self.storage_of(group), rows.params[row])
+        Counts are views of a column.
+        """
+        optimizer, groups = self.optimizer, self.optimizer._rows.groups()
+        for row in rows:
+            param, group = optimizer._rows.params[row], groups[row]
+            with on_shards(optimizer.state[param], param) as state:
+                self._bind_row(row, group, state)
+            self._bind_numbers(row, group, optimizer.state[param])
+        self._table.remember(states=optimizer.state)
+        self.are_bound = True
+
+    def _bind_row(self, row: int, group: dict[str, Any], state: dict[str, Any]) -> None:
+        table, param = self._table, self._table.param(row)
+        storage = storage_for(self.storage_of(group), self.optimizer._rows.params[row])
         filler = self.algorithm.filled_with
         fill = float(self.optimizer.defaults[filler]) if filler else 0.0
         states = []
@@ -309,28 +311,6 @@ class States(Component):
         self._use_pinned(row, state, ("ema",))
         return state["ema"]
 
-    @contextlib.contextmanager
-    @torch.no_grad()
-    def averages_in_model(self) -> Iterator[None]:
-        """In the block the model's weights are their moving averages; masters do not follow."""
-        optimizer, table = self.optimizer, self._table
-        table.masters.refresh()  # afterwards every edit counts as known
-        weights = []
-        optimizer._swapped = True
-        try:
-            for row, param in enumerate(optimizer._rows.params):
-                if (average := optimizer.state.get(param, {}).get("ema")) is not None:
-                    model = table.model(row)
-                    weight = table.param(row) if model is None else model
-                    weights.append((weight, weight.detach().clone()))
-                    weight.copy_(local(average))
-            yield
-        finally:
-            optimizer._swapped = False
-            for weight, before in weights:
-                weight.copy_(before)
-            table.masters.accept_model_weights()
-
     # --- numbers --------------------------------------------------------------------------------
 
     def _columns(self) -> dict[str, Tensor]:
@@ -342,12 +322,12 @@ class States(Component):
     # though its first step was skipped, so the table counts. The count is in the state if random
     # bits depend on it, or if all states were asked for.
 
-    def _bind_numbers(self, state: dict[str, Any], row: int) -> None:
+    def _bind_numbers(self, row: int, group: dict[str, Any], state: dict[str, Any]) -> None:
         columns = self._columns()
         if self.algorithm.starts_at_gradient:
             if self._start.storage_in(state) is not None:
                 self._started.append((state, columns["step"][row]))
-            storage = STORAGES[self.storage_of(self.optimizer._rows.group_of(row))]
+            storage = STORAGES[self.storage_of(group)]
             is_random = self.optimizer.rounding == "stochastic" or storage.rounds_at_random
             if not (is_random or self.are_shown):
                 state.pop("step", None)
@@ -355,12 +335,12 @@ class States(Component):
         for name, column in columns.items():
             state[name] = column[row]
 
-    def _saved_number(self, state: dict[str, Any], row: int, name: str) -> Any:
+    def _saved_number(self, state: dict[str, Any], group: dict[str, Any], name: str) -> Any:
         """The number in a state that was loaded or copied, or that of a fresh one."""
         if not self.algorithm.starts_at_gradient:
             return state.get(name, self.optimizer._first_step if name == "step" else 0)
         has_start = self._start.storage_in(state) is not None
-        starts = self.algorithm.states_in(self.optimizer._rows.group_of(row)) and not has_start
+        starts = self.algorithm.states_in(group) and not has_start
         return 0 if starts else state.get("step", int(has_start))
 
     @property
