@@ -1,6 +1,7 @@
-"""Options, hyper-parameters and checkpoints that nothing can go on with: told before all changes.
+"""Wrong input: the error names the tensor or option and says what to do, and nothing has changed.
 
-Tables over all optimizers, alone and under amp.
+Tables of gradients, parameters, calls, hyper-parameters, options, states and loss scales, over all
+optimizers, alone and under amp.
 """
 
 import copy
@@ -25,13 +26,18 @@ from cases import (
     QUANTIZED,
     TORCH_KINDS,
     bf16,
+    f16,
     f32,
+    f64,
     give_gradients,
     make,
     make_torch,
     params_of,
     refused,
+    set_grad,
+    snapshot,
     train,
+    weights,
 )
 
 ALL = [getattr(optim, kind) for kind in reference.RULES]
@@ -42,6 +48,175 @@ every = pytest.mark.parametrize("kind", KINDS)
 def parameters(dtype=f32):
     torch.manual_seed(0)
     return cases.parameters(((4, 3), (5,)), dtype)
+
+
+# Named parameters.
+SHAPES = {"embed.weight": (6, 2), "body.weight": (4, 3), "body.bias": (4,)}
+
+
+def named(dtype=f32, device="cpu"):
+    made = cases.parameters(SHAPES.values(), dtype, device=device)
+    return list(zip(SHAPES, made, strict=True))
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+BAD_GRADIENTS = {
+    "sparse": (torch.eye(4, 3).to_sparse(), RuntimeError, "sparse.*sparse=False"),
+    "float64": (torch.eye(4, 3).to(f64), TypeError, "Double.*float32, float16 and bfloat16"),
+    "complex": (torch.eye(4, 3).to(torch.complex64), TypeError, "complex.*view_as_real"),
+    "integer": (torch.eye(4, 3).to(torch.int32), TypeError, "Int"),
+}
+
+
+@pytest.mark.covers(2)
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("case", BAD_GRADIENTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_gradients_are_refused(kind, case, masters, device):
+    """Before the first step, and after one."""
+    gradient, error, message = BAD_GRADIENTS[case]
+    params_by_name = named(bf16 if masters else f32, device)
+    optimizer = make(kind, params_by_name, master_weights=masters, max_grad_norm=1.0)
+    optimizer.param_table()  # with masters, and without states
+    params = params_of(optimizer)
+    for _ in range(2):
+        give_gradients(params)
+        set_grad(params[1], gradient.to(device))
+        with refused(optimizer, f"gradient of body.weight is {message}", error):
+            optimizer.step()
+        before = snapshot(optimizer)
+        train(optimizer)
+        after = snapshot(optimizer)
+        assert any(not torch.equal(after[key], before[key]) for key in before)
+
+
+# --- parameters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.covers(1)
+@pytest.mark.parametrize("optimizer", ALL)
+@pytest.mark.parametrize("dtype", [f64, torch.complex64])
+def test_parameters_of_another_dtype_are_refused(optimizer, dtype):
+    param = torch.ones(4, 3, dtype=dtype, requires_grad=True)
+    name = optimizer.__name__
+    with pytest.raises(TypeError, match=rf"{name} supports .*got {dtype} of .*Convert the model"):
+        optimizer([param])
+    good = optimizer(parameters())
+    with pytest.raises(TypeError, match=str(dtype)):
+        good.add_param_group({"params": [param]})
+    assert len(good.param_groups) == 1
+
+
+STRANGE = {
+    "gaps": (torch.ones(8, 3)[::2], r"body.weight of shape \[4, 3\] and strides.*gaps"),
+    "overlap": (torch.ones(1, 3).expand(4, 3), "body.weight.*overlaps in memory"),
+    "sparse": (torch.eye(4, 3).to_sparse(), "body.weight is sparse"),
+    # A parameter of a model that is not materialized yet.
+    "meta": (torch.ones(4, 3, device="meta"), "^body.weight is on the meta device.*Materialize it"),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_parameters_without_values_of_their_own_are_refused(case):
+    strange, message = STRANGE[case]
+    (first, good), _, (last, other) = named()
+    strange = "body.weight", strange.detach().requires_grad_()
+    optimizer = make("adamw", [(first, good), strange, (last, other)])
+    good = [good, other]
+    give_gradients(good)
+    before = weights(good)
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        optimizer.step()
+    assert all(map(torch.equal, good, before))
+    assert not any(optimizer.state.values())
+
+
+@pytest.mark.parametrize("changed", ["shape", "strides"])
+def test_a_parameter_that_changed_shape_or_strides_is_refused(changed):
+    """States that are not quantized follow other strides."""
+    param = cases.parameters([(64, 64)])[0]
+    optimizer = make("adamw", [("body.weight", param)], state_dtype="8bit")
+    train(optimizer)
+    param.grad = None
+    param.data = torch.randn(5, 3) if changed == "shape" else torch.randn(64, 64).t()
+    param.grad = torch.randn_like(param)
+    with pytest.raises(RuntimeError, match=rf"body.weight.*changed its {changed}"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_a_parameter_may_change_its_dtype(dtype):
+    """model.half() after the optimizer was built and used.
+
+    Without masters that is a legitimate thing to do: the weights are stepped as they are now.
+    """
+    optimizer = make("adamw", named(), lr=0.1)
+    train(optimizer)
+    params = params_of(optimizer)
+    for param in params:
+        param.grad = None
+        param.data = param.data.to(dtype)
+    before = weights(params)
+    train(optimizer, [1])
+    for param, start in zip(params, before, strict=True):
+        assert param.dtype == dtype
+        assert param.isfinite().all()
+        assert not torch.equal(param.detach(), start)
+        assert (param.detach() - start).abs().max() <= 0.2
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def emptied():
+    optimizer = make("adamw", named())
+    optimizer.param_groups.clear()
+    optimizer.step()
+
+
+UNKNOWN = r"^{}\.__init__\(\) got an unexpected keyword argument '{}'$"
+REFUSED = {
+    r"Use torch\.optim\.AdamW": lambda: optim.AdamW(named(), differentiable=True),
+    UNKNOWN.format("AdamW", "max_norm"): lambda: optim.AdamW(named(), max_norm=1.0),
+    UNKNOWN.format("LAMB", "foreach"): lambda: optim.LAMB(named(), foreach=True),
+    "fused.*foreach": lambda: optim.AdamW(named(), foreach=True, fused=True),
+    "Nesterov": lambda: optim.SGD(named(), nesterov=True),
+    "positional": lambda: optim.SGD(named(), 0.1, 0.9, 0.0, 0.0, False, True),
+    "empty parameter list": lambda: optim.AdamW([]),
+    "no parameters; add a parameter group": emptied,
+    "max_norm is 0.0": lambda: make("adamw", named()).clip_next_step(0.0),
+    "max_norm is -1.0": lambda: make("adamw", named()).clip_next_step(-1.0),
+    "max_norm is nan": lambda: make("adamw", named()).clip_next_step(nan),
+}
+TYPE_ERRORS, RUNTIME_ERRORS = ("__init__", "positional"), ("fused", "no parameters")
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_wrong_calls_are_refused(message):
+    error = TypeError if any(words in message for words in TYPE_ERRORS) else ValueError
+    error = RuntimeError if message.startswith(RUNTIME_ERRORS) else error
+    with pytest.raises(error, match=message):
+        REFUSED[message]()
+
+
+def test_a_step_inside_a_backward_pass_is_refused():
+    optimizer = make("adamw", named())
+    optimizer.param_table().gradients.begin_backward()
+    with pytest.raises(RuntimeError, match=r"step\(\) inside a backward pass"):
+        train(optimizer)
+    optimizer.param_table().gradients.cancel_backward()
+    train(optimizer)
+
+
+def test_flags_of_a_grad_scaler_that_do_not_fit():
+    optimizer = make("adamw", named())
+    give_gradients(params_of(optimizer))
+    for wrong, error in ((torch.zeros((), dtype=f64), TypeError), (torch.zeros(0), ValueError)):
+        optimizer.found_inf = wrong
+        with pytest.raises(error, match="found_inf"):
+            optimizer.step()
+        del optimizer.found_inf
 
 
 # --- hyper-parameters ----------------------------------------------------------------------------
@@ -110,7 +285,10 @@ def test_what_torch_takes_is_taken():
     train(optim.AdamW(parameters(), betas=[0.9, 0.99], amsgrad=1))
     group = {"params": parameters(), "name": "head", "betas": "mine", "momentum": None}
     train(optim.Adagrad([group]))  # keys that Adagrad does not look at
-    assert optim.SGD(parameters(bf16), lr=0.1, master_weights=1).master_weights is True
+    given = {"master_weights": 1, "skip_nonfinite": 1, "unscale_grads": 0}
+    optimizer = optim.SGD(parameters(bf16), lr=0.1, **given)
+    assert [getattr(optimizer, name) for name in given] == [True, True, False]
+    assert all(type(getattr(optimizer, name)) is bool for name in given)
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -129,6 +307,7 @@ OPTIONS = {  # what they have to be, and what is not that
 }
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("cls", ALL)
 def test_values_that_an_option_cannot_have_are_refused(cls, name):
@@ -159,6 +338,7 @@ OF_THE_WHOLE = {
 }
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("name", OF_THE_WHOLE)
 @pytest.mark.parametrize("cls", [*ALL, torch.optim.AdamW])
 def test_options_of_the_whole_optimizer_are_refused_in_a_group(cls, name):
@@ -237,6 +417,7 @@ def test_a_group_may_use_our_option_names_for_its_own_keys(cls):
         assert optimizer.param_groups[0][name] == value
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("cls", ALL)
 @pytest.mark.parametrize(
     ("name", "new"),
@@ -427,6 +608,7 @@ def go_on_alike(saved, ours, theirs):
 STEPS = {"tensor": lambda step: step, "float": float, "int": int, "one": lambda s: s.reshape(1)}
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("number", STEPS)
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n.partition("-")[0] in
                                   ("sgd", "adam", "adamw", "adagrad")])  # fmt: skip
@@ -462,6 +644,7 @@ SAME_STATES = [{"adam-all", "adamw"}, {"adamw", "lamb"}]  # which load
 OTHERS = [pair for pair in itertools.permutations(KINDS, 2) if set(pair) not in SAME_STATES]
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("how", ["alone", "masters"])
 @pytest.mark.parametrize(("kind", "saved"), OTHERS)
 def test_the_state_of_another_optimizer_is_refused(kind, saved, how):

@@ -36,6 +36,7 @@ INNER = {
 }
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize(
@@ -111,6 +112,7 @@ def amp_run(inner, level, when, clip=True, **options):
     return larc, list(amp.master_params(larc)), one_pass
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("inner", ["SGD", "RMSprop"])

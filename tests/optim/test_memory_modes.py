@@ -154,6 +154,7 @@ EDITS = {
 }
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("look", ["copied", "saved", "stepped"])
 @pytest.mark.parametrize("mode", [True, "split"])
 @pytest.mark.parametrize("edit", EDITS)
@@ -534,9 +535,6 @@ def test_resumed_and_copied_optimizers_go_on_with_the_same_bits(name, mode):
             assert_same(state_of(other), state_of(optimizer))
 
 
-KEPT = list(itertools.product(STORAGES, (True, "split", False)))
-
-
 @pytest.mark.parametrize("mode", [True, "split"])
 @pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW, optim.Adagrad])
 def test_states_of_before_the_first_step_load(kind, mode):
@@ -579,14 +577,17 @@ def test_checkpoints_hold_no_second_copy(own, where, tmp_path):
     assert_same(again.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("target", KEPT, ids=str)
-@pytest.mark.parametrize("source", KEPT, ids=str)
-def test_every_mode_loads_every_other(source, target):
+@pytest.mark.covers(2)
+@pytest.mark.parametrize("masters_into", [True, "split", False])
+@pytest.mark.parametrize("masters_of", [True, "split", False])
+@pytest.mark.parametrize("into", STORAGES)
+@pytest.mark.parametrize("of", STORAGES)
+def test_every_mode_loads_every_other(of, into, masters_of, masters_into):
     params = parameters(bf16, f32, f16, bf16)
     others, names = copy.deepcopy(params), ("exp_avg", "exp_avg_sq")
     optimizer, other = (
         optim.AdamW(those, lr=1e-2, state_dtype=kept, master_weights=mode)
-        for those, (kept, mode) in ((params, source), (others, target))
+        for those, kept, mode in ((params, of, masters_of), (others, into, masters_into))
     )
     train(optimizer, range(3))
     train(other, [5])
@@ -600,16 +601,16 @@ def test_every_mode_loads_every_other(source, target):
         assert states[i]["step"] == exact[i]["step"] == 3
         for name in names:
             expected = exact[i][name]
-            if target[0] == "bf16":
+            if into == "bf16":
                 expected = expected.to(bf16).float()
-            if target[0] in QUANTIZED and target[0] != source[0] and param.numel() >= 4096:
+            if into in QUANTIZED and into != of and param.numel() >= 4096:
                 expected = Map(name).rounded(expected)
             assert torch.equal(states[i][name], expected)
         master = exact[i].get("master_param", param.detach().float())
-        if target[1] == "split" and param.dtype == f16:
+        if masters_into == "split" and param.dtype == f16:
             near_zero = (master * 2**39).round() / 2**39
             master = torch.where(master.abs() < 2**-16, near_zero, master)
-        assert ("master_param" in states[i]) == bool(target[1] and param.dtype != f32)
+        assert ("master_param" in states[i]) == bool(masters_into and param.dtype != f32)
         assert torch.equal(states[i].get("master_param", master), master)
     train(other, [3])
     train(optimizer, [3])

@@ -91,6 +91,7 @@ def error_of_torch(kind, shape):
     return max(distance(found, wanted) for found, wanted in pairs)
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("dtype", [f32, bf16, f16])
 @pytest.mark.parametrize("kind", ["full", "rank one", "decaying"])
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 300), (300, 64), (257, 129)])
@@ -257,6 +258,7 @@ def test_both_kinds_are_clipped_by_one_norm_and_skipped_by_one_decision():
     assert_same_bits(snapshot(optimizer), snapshot(other))
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("dtype", [bf16, f16])
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("masters", [True, "split", False])

@@ -99,6 +99,7 @@ def test_l2norm_gives_the_norm_of_all_and_of_each(made):
 MAGNITUDES = [1e-45, 1e-40, 1e-30, 1e-7, 1.0, 6e4, 1e20, 1e30, 1e36]
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 def test_norm_neither_overflows_nor_underflows(device, dtype, magnitude):
@@ -115,6 +116,7 @@ def test_norm_of_very_different_magnitudes_is_accurate(device):
 PLACES = {"first": 0, "middle": 1500, "last": -1}
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bad", [inf, -inf, nan])
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])

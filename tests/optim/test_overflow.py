@@ -184,6 +184,7 @@ def test_bf16_1e20_is_no_overflow_and_clips_right(name, device):
         torch.testing.assert_close(master, exact, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("magnitude", [1e-44, 1e-38, 1e-25, 1e-7, 1e18, 1e25, 1e36])
 @pytest.mark.parametrize("dtype", [f32, bf16])
 def test_norm_of_finite_gradients_of_any_magnitude_is_accurate(magnitude, dtype, device):

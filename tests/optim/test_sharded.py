@@ -461,8 +461,6 @@ class Resumed:
 
 RESUMED = {
     "fp32": Resumed(f32),
-    "masters": Resumed(options={"master_weights": True}),
-    "split": Resumed(options={"master_weights": "split"}),
     **{
         name: Resumed(options={"master_weights": "split", "state_dtype": name})
         for name in QUANTIZED

@@ -59,6 +59,7 @@ def test_torchs_fused_steps_are_the_model(name):
         assert torch.equal(weight.grad, torch.full((3,), 2.0))
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("scaler", [ampfuse.GradScaler, torch.amp.GradScaler])
 @pytest.mark.parametrize("name", [*KINDS, "adamw-amsgrad", "sgd-maximize"])
 def test_they_read_unscaled_and_not_clipped(name, scaler, device):
@@ -88,6 +89,7 @@ def test_leaving_them_scaled_changes_nothing_else(name, device):
     assert_gradients(left, [gradient * SCALE for gradient in true])
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("dtype", [f32, f16, bf16])
 @pytest.mark.parametrize("capturable", [True, False])
 @pytest.mark.parametrize("masters", [True, False])
