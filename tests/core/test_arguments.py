@@ -342,15 +342,19 @@ def test_random_calls_under_the_address_sanitizer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "states", "said"),
+    ("algorithm", "states", "steps", "said"),
     [
-        ("muon", 1, "scratch memory"),
-        ("adam", 1, "has 3 lists of states, got 1"),
-        ("sgd", 2, "got 2"),
+        ("muon", [1], 1, "scratch memory"),
+        ("adam", [1], 1, "has 3 lists of states, got 1"),
+        ("sgd", [1, 1], 1, "got 2"),
+        ("sgd", [2], 1, r"states\[0\] holds 2"),
+        ("sgd", [], 3, "steps has 3 elements for 1 tensors"),
+        ("novograd", [1], 1, "novograd needs norm_averages"),
     ],
 )
-def test_a_step_on_lists_that_lacks_memory_is_refused(algorithm, states, said):
-    x = [torch.ones(4)]
-    lists = [[torch.zeros(4)] for _ in range(states)]
+def test_a_step_on_lists_that_do_not_fit_is_refused(algorithm, states, steps, said):
+    """`states`: the lengths of its lists. apex's amp_C calls `step`; its tests have other cases."""
+    x, counts = [torch.ones(4)], torch.zeros(steps)
+    lists = [[torch.zeros(4)] * length for length in states]
     with pytest.raises(ValueError, match=said):
-        _core.C.step(algorithm, x, x, [], lists, [], torch.zeros(1), None, None, {}, None, None)
+        _core.C.step(algorithm, x, x, [], lists, [], counts, None, None, {}, None, None)

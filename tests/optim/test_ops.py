@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference
-from ampfuse import _core, ops
+from ampfuse import ops
 from cases import bf16, f16, f32, f64, same_bits
 
 inf, nan = math.inf, math.nan
@@ -246,29 +246,3 @@ def test_a_leaf_is_written_under_no_grad_only():
     with torch.no_grad():
         ops.scale([torch.ones(3)], [weight], 2.0)
     assert torch.equal(weight.detach(), torch.full((3,), 2.0))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "states", "steps", "message"),
-    [
-        ("sgd", [], 3, "steps has 3 elements for 4 tensors"),
-        ("novograd", [4], 4, "novograd needs norm_averages"),
-        ("sgd", [1], 4, r"states\[0\] holds 1"),
-    ],
-)
-def test_lists_of_a_step_that_do_not_fit_are_refused(algorithm, states, steps, message):
-    """apex's amp_C calls `step`; its tests have the other cases."""
-    lists = [[torch.ones(3) for _ in range(count)] for count in (4, 4, *states)]
-    none = dict.fromkeys(("norm_averages", "lr_tensor", "loss_scale", "found_inf"))
-    with pytest.raises(ValueError, match=message):
-        _core.C.step(
-            algorithm,
-            grads=lists[0],
-            params=lists[1],
-            models=[],
-            states=lists[2:],
-            updates=[],
-            steps=torch.zeros(steps),
-            values={},
-            **none,
-        )
