@@ -549,6 +549,7 @@ def test_states_of_before_the_first_step_load(kind, mode):
         assert_same(twin.state_dict(), before)
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("where", ["file", "memory"])
 @pytest.mark.parametrize("own", ["new", "stepped"])
 def test_checkpoints_hold_no_second_copy(own, where, tmp_path):

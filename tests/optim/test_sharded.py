@@ -505,7 +505,10 @@ def save_and_go_on():
         train_on(model, optimizer, scaler, resumed.dtype, range(begun))
         weights, states = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": states, "scaler": scaler.state_dict()}
-        checkpoint.async_save(saved, checkpoint_id=name).result()
+        if name == "O5":
+            checkpoint.async_save(saved, checkpoint_id=name).result()
+        else:
+            checkpoint.save(saved, checkpoint_id=name)
         train_on(model, optimizer, scaler, resumed.dtype, range(begun, 12))
         ended = [full(param.detach()) for param in model.parameters()]
         if dist.get_rank() == 0:

@@ -218,10 +218,8 @@ class AmpOptimizer(ScaledGradients):
         """
         self._end_dcp_read()
         self._check_not_swapped("load_state_dict()")
-        if len(with_wrapped(self)) > 1:
-            checkpoints.load_around(self, state_dict, super().load_state_dict)
-        else:
-            checkpoints.load(self, state_dict, super().load_state_dict)
+        load = checkpoints.load_around if len(with_wrapped(self)) > 1 else checkpoints.load
+        load(self, state_dict, super().load_state_dict)
 
     def _begin_dcp_read(self) -> None:
         """torch.distributed.checkpoint is about to read the groups, their keys and state dict."""
