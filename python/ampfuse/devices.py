@@ -122,3 +122,13 @@ def check_device(device: torch.device, what: str) -> None:
     """Raise RuntimeError, naming `what` is there, if ampfuse has no kernels for `device`."""
     if problem := device_problem(device):
         raise RuntimeError(f"{what} is on {device}, where ampfuse cannot work: {problem}.")
+
+
+def check_materialized(parameter: torch.Tensor, what: str) -> None:
+    """Raise RuntimeError, naming `what` it is, for a parameter on the meta device."""
+    if parameter.is_meta:
+        raise RuntimeError(
+            f"{what} is on the meta device, so it has no values to train. Materialize it "
+            "(model.to_empty(device=...), then load or initialize it) and create the optimizer "
+            "from the materialized parameters."
+        )

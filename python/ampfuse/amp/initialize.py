@@ -27,7 +27,7 @@ from ampfuse.amp.function_casts import install_registered
 from ampfuse.amp.policy import Policy, make_policy
 from ampfuse.amp.scaler import LossScaler
 from ampfuse.amp.weights import cast_model, save_in_float32, warn_of_range
-from ampfuse.devices import check_device
+from ampfuse.devices import check_device, check_materialized
 from ampfuse.nn import fuse
 from ampfuse.optim import upgrade
 from ampfuse.optim.masters import MASTERS
@@ -349,12 +349,7 @@ def _check_optimizer(optimizer: Optimizer, policy: Policy, names: dict[int, str]
         for i, parameter in enumerate(group["params"]):
             place = f"param_groups[{g}]['params'][{i}]"
             name, dtype = names.get(id(parameter), place), parameter.dtype
-            if parameter.is_meta:
-                raise RuntimeError(
-                    f"Parameter {name!r} is on the meta device, so it has no values to train. "
-                    "Materialize it (model.to_empty(device=...), then load or initialize it) and "
-                    "create the optimizer before amp.initialize."
-                )
+            check_materialized(parameter, f"Parameter {name!r}")
             if not is_sharded(parameter) and is_traceable_wrapper_subclass(parameter):
                 raise TypeError(
                     f"Parameter {name!r} is a {type(parameter).__name__}, which has no memory of "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.devices import check_device
+from ampfuse.devices import check_device, check_materialized
 from ampfuse.optim.masters import (
     MASTERS,
     MasterParameter,
@@ -74,12 +74,7 @@ class Rows(Component):
         optimizer = self.optimizer
         params, names = list(parameters(optimizer)), self.parameter_names()
         for param, name in zip(params, names, strict=True):
-            if param.is_meta:
-                raise RuntimeError(
-                    f"{name} is on the meta device, so it has no values to step. Materialize it "
-                    "(model.to_empty(device=...), then load or initialize it) and create the "
-                    "optimizer from the materialized parameters."
-                )
+            check_materialized(param, name)
         if self.table is not None:
             known = self.params
             appended = len(known) < len(params) and all(map(operator.is_, known, params))
