@@ -12,7 +12,7 @@ import torch
 import programs
 from ampfuse import hardware
 from ampfuse.__main__ import main
-from ampfuse.doctor import examine, report
+from ampfuse.doctor import examine, report, watch
 from ampfuse.doctor.profile import CLOSURE, STEP, Event, Operation, Profile
 from ampfuse.doctor.report import Report, Share
 from cases import NEEDS_BF16
@@ -435,6 +435,9 @@ def test_context_lets_training_and_random_numbers_be():
     state = torch.get_rng_state()
     with examine(warmup=1, steps=2) as report:
         assert "nothing was measured yet" in str(report)
+        assert report.half_limit == report.gain_of(1.0) == 1.0
+        assert "1.00x" in report.bound
+        assert report.bottleneck in report.sentence
         for _ in range(12):
             weight.grad = torch.ones(4)
             optimizer.step()
@@ -445,6 +448,30 @@ def test_context_lets_training_and_random_numbers_be():
         pass
     with pytest.raises(KeyError), examine():
         raise KeyError
+
+
+def test_all_times_of_steps_are_of_one_clock(monkeypatch):
+    """On a GPU the host's would say when work was queued."""
+
+    class Clock:
+        def __init__(self, device):
+            self.device, self.marks = device, []
+
+        def resume(self):
+            self.marks = []
+
+        def mark(self):
+            self.marks.append(10.0 * (len(self.marks) + 1))
+
+        def flush(self):
+            return self.marks
+
+    monkeypatch.setattr(watch, "StepClock", Clock)
+    optimizer = torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1)
+    with examine(warmup=1, steps=3) as report:
+        for _ in range(8):
+            optimizer.step()
+    assert (report.fastest_ms, report.step_ms, report.slowest_ms) == (10.0, 20.0, 30.0)
 
 
 # --- Of a trace, by hand ------------------------------------------------------------------------

@@ -106,9 +106,9 @@ class Report:
     @property
     def bound(self) -> str:
         """The upper bound of what half precision gains, ``half_limit``, as a sentence."""
-        share = f"{self.full_ms('matrix') / self.step_ms:.0%} of a step"
+        share = self.full_ms("matrix") / (self.step_ms or 1.0)
         limit = f"At most {self.half_limit:.2f}x from half precision"
-        return f"{limit}, if the FP32 matrix work ({share}) took no time."
+        return f"{limit}, if the FP32 matrix work ({share:.0%} of a step) took no time."
 
     @property
     def half_type(self) -> str:
@@ -128,7 +128,8 @@ class Report:
 
     def gain_of(self, saved_ms: float) -> float:
         """The speedup of a step that takes `saved_ms` less."""
-        return self.step_ms / max(self.step_ms - saved_ms, 0.01 * self.step_ms)
+        left = max(self.step_ms - saved_ms, 0.01 * self.step_ms)
+        return self.step_ms / left if left else 1.0  # nothing was measured
 
     def __str__(self) -> str:
         if self.problem:
@@ -199,9 +200,8 @@ def _complete(report: Report, watch: Watch) -> None:
         path = Path(folder, "trace.json")
         watch.profiler.export_chrome_trace(str(path))
         profile = Profile(json.loads(path.read_text(errors="replace"))["traceEvents"])
-    times = [seconds * 1e3 for seconds in watch.seconds]
-    report.steps = len(times)
-    report.step_ms = statistics.fmean(times)
+    times = watch.milliseconds
+    report.steps, report.step_ms = len(times), statistics.fmean(times)
     report.fastest_ms, report.slowest_ms = min(times), max(times)
     report.profiled_ms = profile.duration / profile.steps / 1e3
     report.device = watch.device

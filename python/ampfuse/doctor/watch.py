@@ -6,7 +6,6 @@ import contextlib
 import linecache
 import os
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampfuse.doctor.profile import CLOSURE, STEP
 from ampfuse.insight.operations import callers
-from ampfuse.measuring import silent_stderr, wait_for
+from ampfuse.measuring import StepClock, silent_stderr, wait_for
 
 # Operations whose results the host has to know.
 _SYNCHRONIZING = frozenset(
@@ -89,15 +88,15 @@ class Watch:
     A step is one call of ``step`` of the optimizer that is the first to make `warmup` steps. After
     these, `steps` are timed with nothing else going on, then `steps` + 1 are profiled, of which the
     first is left out, and in one more lines that synchronize are recorded; then `stop` raises
-    Finished. `seconds` has the time of each timed step, `optimizers` the types of all that stepped
-    since then.
+    Finished. `milliseconds` has the time of each timed step, `optimizers` the types of all that
+    stepped since then.
     """
 
     warmup: int
     steps: int
     stop: bool
     seen: int = 0
-    seconds: list[float] = field(default_factory=list)
+    milliseconds: list[float] = field(default_factory=list)
     optimizers: set[type[Optimizer]] = field(default_factory=set)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     profiler: profile | None = None
@@ -180,13 +179,12 @@ class Watch:
         devices = (p.device for group in self._chosen.param_groups for p in group["params"])
         self.device = next((d for d in devices if d.type == "cuda"), self.device)
         self.syncs.on_gpu = self.device.type == "cuda"
-        wait_for(self.device)
+        clock = StepClock(self.device)
+        clock.resume()
         for _ in range(self.steps):
-            begin = time.perf_counter()
             yield
-            self.seconds.append(time.perf_counter() - begin)
-        wait_for(self.device)  # a GPU's backlog belongs to the last step
-        self.seconds[-1] = time.perf_counter() - begin
+            clock.mark()
+        self.milliseconds = clock.flush()
         if torch.autograd._profiler_enabled():
             self.runs_profiler = self.done = True
             return
