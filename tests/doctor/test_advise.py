@@ -231,6 +231,21 @@ def test_the_reason_names_the_faster_level_and_its_blocker():
 
 
 @pytest.mark.parametrize(
+    ("unstable", "words"),
+    [
+        ([row("O0"), row("O0", loss=math.nan)], "the loss is not finite from step 9 on"),
+        ([row("O0"), row("O0", loss=7.0)], "its loss rises from 3 to 7"),
+        ([row("O0", loss=7.0), row("O0")], "its loss rises from 3 to 7"),
+    ],
+)
+def test_nothing_is_compared_with_an_unstable_fp32(unstable, words):
+    advice = levels.conclude([unstable[0], row("O4", 5.0)], unstable[1:], 1, "a CPU")
+    assert advice.level == "O0"
+    assert f"FP32, which is unstable itself: {words}. Lower" in advice.reason
+    assert row_of(advice, "O4").blocker is not None
+
+
+@pytest.mark.parametrize(
     ("reference", "loss", "is_good"),
     [
         # Where seeds make no difference, one percent of the loss's decrease is allowed.
@@ -273,13 +288,32 @@ def test_batches_of_a_loader_or_an_iterator_come_in_turn():
     assert seen[1:] != sorted(seen[1:])
     assert set(seen) == {0, 1, 2}
 
-    generator = torch.Generator().manual_seed(3)
-    rows = [(x, y) for batch in data for x, y in zip(*batch, strict=True)]
-    loader = torch.utils.data.DataLoader(rows, 4, shuffle=True, generator=generator)
-    before = generator.get_state()
-    advice = amp.advise(model, error, loader, optimizer, levels=["O4"], **QUICK)
-    assert torch.equal(generator.get_state(), before)
-    assert len(row_of(advice, "O4").losses) == 16
+
+def sampled(rows, kind, generator):
+    """A loader that draws the order of `rows` by the global generator, or by this one."""
+    sampler = torch.utils.data.RandomSampler(rows, generator=generator)
+    options = {
+        "global": {"batch_size": 4, "shuffle": True},
+        "loader": {"batch_size": 4, "shuffle": True, "generator": generator},
+        "sampler": {"batch_size": 4, "sampler": sampler},
+        "batches": {"batch_sampler": torch.utils.data.BatchSampler(sampler, 4, drop_last=False)},
+        "workers": {"sampler": sampler, "num_workers": 1, "persistent_workers": True},
+    }
+    return torch.utils.data.DataLoader(rows, **options[kind])
+
+
+@pytest.mark.parametrize("kind", ["global", "loader", "sampler", "batches", "workers"])
+def test_a_loader_gives_the_batches_that_it_would_have_given(kind):
+    model, _, _, optimizer = training()
+    rows = [(torch.randn(8), torch.tensor([float(i)])) for i in range(12)]
+    orders = []
+    for is_advised in (False, True):
+        torch.manual_seed(0)
+        loader = sampled(rows, kind, torch.Generator().manual_seed(3))
+        if is_advised:
+            amp.advise(model, error, loader, optimizer, levels=["O4"], seconds=1e-6)
+        orders.append([batch[1].tolist() for batch in loader])
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("kind", [list, lambda batch: {0: batch[0], 1: batch[1]}])

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from ampfuse import half_ops
 from ampfuse.amp import function_casts
@@ -132,7 +133,8 @@ def advise(
             ``torch.compile`` made is trained uncompiled.
         loss_function: ``loss_function(model, batch)`` returns the loss, of the `model` it is given.
         batch: one batch, whatever `loss_function` takes (a tensor, a tuple, a list, a dict); or a
-            DataLoader or an iterator, whose first 32 are used, again and again.
+            DataLoader or an iterator, whose first 32 are used, again and again. An iterator
+            advances, and so does a sampler that draws otherwise than by torch.
         optimizer: any, of parameters of the model.
         levels: which of O0 to O5.
         seconds: for everything, shared evenly; a slow level gets fewer steps, and at least five.
@@ -190,13 +192,13 @@ class _Task:
         self.device = next(model.parameters()).device
 
     def set_batches(self, batch: Any) -> None:
-        """Train on a batch, or on the first ones of a loader, whose random numbers stay."""
+        """Train on a batch, or on the first ones of a loader."""
         self.batches = [batch]
-        if isinstance(batch, (torch.utils.data.DataLoader, Iterator)):
-            generator = getattr(batch, "generator", None) or torch.default_generator
-            before = generator.get_state()
+        if isinstance(batch, DataLoader):
+            with _as_it_was(batch) as batch:
+                self.batches = list(itertools.islice(batch, _MAX_BATCHES))
+        elif isinstance(batch, Iterator):
             self.batches = list(itertools.islice(batch, _MAX_BATCHES))
-            generator.set_state(before)
         if not self.batches:
             raise ValueError("batch is empty: the loader or iterator has no batches.")
 
@@ -287,6 +289,22 @@ class _Task:
 
 
 @contextlib.contextmanager
+def _as_it_was(loader: DataLoader) -> Iterator[DataLoader]:
+    """A copy of `loader`, after whose batches it gives those that it would have given before. Its
+    workers stay as they are, and so do generators of torch in it, in its samplers and its dataset.
+    """
+    parts = [loader, loader.dataset, loader.sampler, loader.batch_sampler]
+    parts.append(getattr(loader.batch_sampler, "sampler", None))
+    values = itertools.chain.from_iterable(getattr(part, "__dict__", {}).values() for part in parts)
+    states = [(each, each.get_state()) for each in values if isinstance(each, torch.Generator)]
+    copied = copy.copy(loader)
+    vars(copied)["_iterator"] = None  # of persistent workers
+    yield copied
+    for generator, state in states:
+        generator.set_state(state)
+
+
+@contextlib.contextmanager
 def _untouched(task: _Task) -> Iterator[None]:
     """Around trainings: what they change of the process and of the user's objects is put back."""
     gradients = [(parameter, parameter.grad) for parameter in task.model.parameters()]
@@ -321,12 +339,22 @@ def _untouched(task: _Task) -> Iterator[None]:
 
 def conclude(rows: Sequence[Row], seeded: Sequence[Row], batches: int, device: str) -> Advice:
     """The advice from `rows`, O0 first, and the trainings of O0 with other seeds."""
-    judged = [_judged(row, rows[0], seeded, batches) for row in rows]
+    problems = [_instability(row, batches) for row in (rows[0], *seeded)]
+    unstable = next(filter(None, problems), "")
+    judged = [_judged(row, rows[0], seeded, batches, unstable) for row in rows]
     judged.sort(key=lambda row: row.level)
-    return Advice(*_recommend(judged), tuple(judged), device)
+    return Advice(*_recommend(judged, unstable), tuple(judged), device)
 
 
-def _judged(row: Row, reference: Row, seeded: Sequence[Row], batches: int) -> Row:
+def _instability(row: Row, batches: int) -> str | None:
+    """The reason why no training can be compared with this one in FP32."""
+    means = _means(row.losses, batches, len(row.losses))
+    if means[-1] - means[0] > abs(means[0]):
+        return f"its loss rises from {figures(means[0], 2)} to {figures(means[-1], 2)}"
+    return _not_finite(row)
+
+
+def _judged(row: Row, reference: Row, seeded: Sequence[Row], batches: int, unstable: str) -> Row:
     if row.blocker is not None:
         return row
     steps = len(row.losses)
@@ -338,6 +366,8 @@ def _judged(row: Row, reference: Row, seeded: Sequence[Row], batches: int) -> Ro
     allowed = max(spread, _NEGLIGIBLE * loss_range, _ROUNDING * largest_loss)
     deviation = distance(row.losses, reference.losses, batches)
     blocker = _blocker_of(row, deviation, allowed)
+    if unstable and row.level != "O0":
+        blocker = blocker or "there is no stable FP32 to compare with"
     speedup = reference.median / row.median
     return replace(row, speedup=speedup, deviation=deviation, allowed=allowed, blocker=blocker)
 
@@ -378,8 +408,11 @@ def _not_finite(row: Row) -> str | None:
     return None if bad is None else f"the loss is not finite from step {bad} on"
 
 
-def _recommend(rows: Sequence[Row]) -> tuple[str, str]:
+def _recommend(rows: Sequence[Row], unstable: str) -> tuple[str, str]:
     """The level, and the reason for it."""
+    if unstable:
+        why = f"no level can be compared with FP32, which is unstable itself: {unstable}. Lower the"
+        return "O0", f"{why} learning rate, or clip gradients."
     good = [row for row in rows if row.blocker is None and row.level != "O0"]
     fastest = min(good, key=lambda row: row.median, default=None)
     speed_to_beat = max(_EQUAL, fastest.speedup if fastest else 0)
