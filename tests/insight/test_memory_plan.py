@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import random
 
 import pytest
@@ -13,6 +14,7 @@ import ampfuse
 from ampfuse import amp, half_ops, hardware
 from ampfuse.amp import session
 from ampfuse.cli import main
+from ampfuse.insight.memory_plan import PlannedTraining
 from cases import most_allocated
 
 
@@ -151,6 +153,32 @@ def test_what_compiled_models_keep_for_the_backward_pass():
     # Blocks are compiled as they are checkpointed.
     saved = compiled.held['+ state_dtype="8bit"'], compiled.held["+ activation checkpointing"]
     assert saved[1]["activations"] < 0.8 * saved[0]["activations"]
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, *parts):
+        return sum(parts).sum() * self.weight
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "is_fused"),
+    [("cpu", {}, True), ("cuda", {}, False), ("cpu", {"realize_acc_reads_threshold": 8}, False)],
+)
+def test_inductors_own_settings_say_what_a_compiled_model_fuses(device, settings, is_fused):
+    """Ten tensors are more than one of its kernels reads on a GPU."""
+    inductor = importlib.import_module("torch._inductor.config")
+
+    def make(model):
+        return torch.optim.SGD(model.parameters())
+
+    batch = tuple(torch.randn(10, 64, 64))
+    with inductor.patch(settings):
+        held = PlannedTraining(Sum(), batch, None, device, make, compiled=True).held("O0", {}, ())
+    assert (held["peak"] < 4 * 64 * 64) is is_fused
 
 
 def test_what_reduces_the_peak_does():

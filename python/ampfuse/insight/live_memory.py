@@ -24,10 +24,6 @@ _ELEMENTWISE |= {"prims::_low_memory_max_pool_offsets_to_indices"}
 _TAKES_FUSED = {"aten::scatter_add", "aten::index_put", "aten::max_pool2d_with_indices_backward"}
 _TAKES_FUSED |= {"aten::_unsafe_masked_index_put_accumulate"}
 
-# Inductor fuses no more into one kernel, and less into each of several: in its config.py the
-# defaults of realize_acc_reads_threshold and realize_reads_threshold.
-_MOST_READS, _MOST_READS_AGAIN = 8, 4
-
 
 class LiveMemory(TorchDispatchMode):
     """Counts the bytes of storages that operations have made, while they live.
@@ -81,14 +77,15 @@ class LiveMemory(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def compiled_graphs(model: nn.Module, live: LiveMemory) -> Iterator[None]:
+def compiled_graphs(model: nn.Module, live: LiveMemory, device: str) -> Iterator[None]:
     """Let torch.compile make the graphs of `model`, and Inductor's rules say what they keep for the
-    backward pass; operations run one by one, and `live` counts what Inductor would not fuse."""
+    backward pass; operations run one by one, and `live` counts what Inductor would not fuse on
+    `device`, "cpu" or "cuda"."""
 
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
         def run(args: list[Any]) -> Any:
             interpreter = _Interpreter(graph)  # which keeps the results of a run
-            interpreter.live = live
+            interpreter.live, interpreter.most_reads = live, most_reads
             keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
             with torch._C._ExcludeDispatchKeyGuard(keys):  # no result is known to be a view
                 return interpreter.boxed_run(args)
@@ -97,10 +94,15 @@ def compiled_graphs(model: nn.Module, live: LiveMemory) -> Iterator[None]:
         return run
 
     import torch._inductor.compile_fx  # all of it, which takes seconds
+    import torch._inductor.config as inductor
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
+    if (most := inductor.realize_acc_reads_threshold) is None:  # as from torch 2.15 on
+        of_cpu, of_gpu = "realize_cpu_acc_reads_threshold", "_realize_acc_reads_threshold_default"
+        most = getattr(inductor, of_cpu if device == "cpu" else of_gpu)
+    most_reads = most, inductor.realize_reads_threshold
     backend = aot_autograd(
         fw_compiler=compiler,
         bw_compiler=compiler,
@@ -117,6 +119,7 @@ def compiled_graphs(model: nn.Module, live: LiveMemory) -> Iterator[None]:
 
 class _Interpreter(torch.fx.Interpreter):
     live: LiveMemory
+    most_reads: tuple[int, int]  # of a kernel, and of each of several that compute the same
 
     def run_node(self, n: torch.fx.Node) -> Any:
         live = self.live
@@ -126,7 +129,7 @@ class _Interpreter(torch.fx.Interpreter):
         reads = {id(read): read for each in operands for read in getattr(each, "_reads", [each])}
         live.is_fused = (
             live.is_in_place
-            and len(reads) <= (_MOST_READS if len(n.users) == 1 else _MOST_READS_AGAIN)
+            and len(reads) <= self.most_reads[len(n.users) > 1]
             and all(map(_takes_fused, n.users))
         )
         try:

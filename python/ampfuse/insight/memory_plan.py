@@ -354,7 +354,7 @@ class PlannedTraining:
             batch = pytree.replace(self.batch, _fake_tensor)
             live = LiveMemory([*model.parameters(), *model.buffers(), *pytree.tensors(batch)])
             if self.compiled:
-                stack.enter_context(compiled_graphs(called, live))
+                stack.enter_context(compiled_graphs(called, live, self.device))
             return self._measured(
                 model, functools.partial(loss_of, loss_function, model, batch), live
             )
