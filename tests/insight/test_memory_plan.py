@@ -375,13 +375,14 @@ def test_the_command_plans_models_by_name(capsys):
     pytest.importorskip("transformers")
 
     def command(*arguments):
-        """The exit status, the output, and the last line of the errors."""
+        """The exit status, the output, and its own line of the errors."""
         try:
             status = main(["plan", "--device", "cpu", *arguments])
         except SystemExit as end:
             status = end.code
         output, errors = capsys.readouterr()
-        return status, output, errors.strip().rpartition("\n")[-1]
+        *_, line = errors.splitlines() or [""]
+        return status, output, line
 
     sizes = "hidden_size=64 num_hidden_layers=1 num_attention_heads=4 intermediate_size=128"
     for arguments, says in (
@@ -396,12 +397,15 @@ def test_the_command_plans_models_by_name(capsys):
     for arguments, says in (
         (["--timm", "resnet19"], "not a model of timm"),
         (["--hf", "vit"], "not a causal language model"),
-        (["--timm", "vit_tiny_patch16_224", "--image", "64"], "Input height (64)"),
+        # These messages are of several lines.
+        (["--timm", "vit_tiny_patch16_224", "--image", "64", "--compile"], "Input height (64)"),
+        (["--hf", "llama", "--set", "hidden_size=65"], "hidden size (65) is not a multiple"),
         (["--hf", "llama", "--set", "x"], "expected KEY=VALUE"),
         (["--timm", "resnet18", "--level", "O7"], "one of O0"),
     ):
         status, _, error = command(*arguments)
         assert status == 2
+        assert error.startswith("ampfuse plan: error: ")
         assert says in error
 
 

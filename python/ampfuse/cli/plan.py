@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Print the plan; returns the exit status: 0, or 1 if nothing fits."""
     import ampfuse
+    from ampfuse.insight.reporting import one_line
 
     settings = dict(map(_setting, args.set))
     model, batch = (_of_timm if args.timm else _of_transformers)(args, settings)
@@ -57,7 +58,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             accumulate=args.accumulate,
         )
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(one_line(error)) from error
     print(plan)
     return 0 if plan.budget is None or any(map(plan.fits, plan.held)) else 1
 
@@ -90,13 +91,15 @@ def _of_transformers(args: argparse.Namespace, settings: dict[str, Any]) -> tupl
     import torch
     import transformers as hf
 
+    from ampfuse.insight.reporting import one_line
+
     try:
         if args.hf in hf.CONFIG_MAPPING:
             config = hf.AutoConfig.for_model(args.hf, **settings)
         else:
             config = hf.AutoConfig.from_pretrained(args.hf, **settings)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--hf: no configuration of {args.hf!r}: {error}") from error
+    except Exception as error:  # whatever a configuration checks
+        raise UsageError(f"--hf: no configuration of {args.hf!r}: {one_line(error)}") from error
     if type(config) not in hf.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(f"--hf: {args.hf!r} is not a causal language model; use ampfuse.plan")
     config.use_cache = False

@@ -35,7 +35,14 @@ from ampfuse.amp.weights import cast_model
 from ampfuse.half_ops import cpu_half_ops
 from ampfuse.insight.live_memory import LiveMemory, compiled_graphs
 from ampfuse.insight.memory import KINDS, bytes_of, held_bytes, size, states_of
-from ampfuse.insight.reporting import LossFunction, aligned, loss_of, output_of, same_random_numbers
+from ampfuse.insight.reporting import (
+    LossFunction,
+    aligned,
+    loss_of,
+    one_line,
+    output_of,
+    same_random_numbers,
+)
 from ampfuse.nn import fuse, linear_cross_entropy, recompute_norms
 from ampfuse.optim.fused import algorithm_of
 from ampfuse.optim.muon import step_bytes
@@ -154,7 +161,7 @@ def _rows_of_changes(
         try:
             row = training.held(level, new_options, new_changes)
         except Exception as error:  # of the model's code, with the change
-            training.notes[f"{change.name} could not be planned: {error}".splitlines()[0]] = None
+            training.notes[f"{change.name} could not be planned: {one_line(error)}"] = None
             continue
         if row["peak"] < least:
             least, options, changes = row["peak"], new_options, new_changes

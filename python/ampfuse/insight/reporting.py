@@ -70,6 +70,13 @@ def loss_of(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor
     )
 
 
+def one_line(error: Exception) -> str:
+    """The first paragraph of the error's message in a line, or its type if it has none: what follows
+    in torch's are stacks."""
+    paragraph, *_ = str(error).strip().split("\n\n")
+    return " ".join(paragraph.split()) or type(error).__name__
+
+
 @contextlib.contextmanager
 def same_random_numbers() -> Iterator[None]:
     """After the block torch, Python and NumPy draw what they would have drawn without it."""
