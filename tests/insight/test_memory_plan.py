@@ -1,6 +1,8 @@
 """``ampfuse.plan`` against what trainings hold and allocate."""
 
 import copy
+import dataclasses
+import functools
 import gc
 import importlib
 import random
@@ -14,6 +16,7 @@ import ampfuse
 from ampfuse import amp, half_ops, hardware
 from ampfuse.amp import session
 from ampfuse.cli import main
+from ampfuse.insight.memory import bytes_of
 from ampfuse.insight.memory_plan import PlannedTraining
 from cases import most_allocated
 
@@ -76,6 +79,23 @@ CASES = {
 }
 
 
+@functools.cache
+def planned(case, level="O5"):
+    make, loss_function, batch_of = CASES[case]
+    options = {"loss_function": loss_function, "opt_level": level, "device": "cpu"}
+    return ampfuse.plan(make, batch_of(), **options)
+
+
+def held_by(model, batch, loss_function=None, make=ampfuse.optim.AdamW, device="cpu", **options):
+    """What one pass of a training holds at a level, with options of the optimizer and changes."""
+
+    def optimizer_of(model):
+        return make(list(model.parameters()))
+
+    training = PlannedTraining(model, batch, loss_function, device, optimizer_of, **options)
+    return lambda level, options=(), *changes: training.held(level, dict(options), changes)
+
+
 def trained(case, level, compiled=False, **options):
     """The bytes that a training holds between two steps, and the peak of a step."""
     make, loss_function, batch_of = CASES[case]
@@ -115,18 +135,14 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_training_holds_what_was_planned(case, mode):
-    make, loss_function, batch_of = CASES[case]
     level, options, name = MODES[mode]
-    plan = ampfuse.plan(
-        make, batch_of(), loss_function=loss_function, opt_level=level, device="cpu"
-    )
+    row = planned(case, level).held[name]
     held, peak = trained(case, level, **options)
-    planned = plan.held[name]
     for kind in ("weights", "gradients", "masters", "average"):
-        assert planned[kind] == held[kind], kind
-    assert 0 <= held["states"] - planned["states"] < 1000  # step counts
+        assert row[kind] == held[kind], kind
+    assert 0 <= held["states"] - row["states"] < 1000  # step counts
     if level == "O0" or hardware.cpu_has_bf16():  # else torch's products take FP32 memory
-        assert planned["peak"] == pytest.approx(peak, rel=0.05)
+        assert row["peak"] == pytest.approx(peak, rel=0.05)
 
 
 @pytest.mark.slow
@@ -134,25 +150,22 @@ def test_a_training_holds_what_was_planned(case, mode):
 @pytest.mark.parametrize("case", CASES)
 def test_a_compiled_training_holds_what_was_planned(case, level):
     make, loss_function, batch_of = CASES[case]
-    options = {"loss_function": loss_function, "opt_level": level, "device": "cpu"}
-    plan = ampfuse.plan(make, batch_of(), compiled=True, **options)
+    held = held_by(make(), batch_of(), loss_function, compiled=True)
     if level == "O0" or hardware.cpu_has_bf16():  # else torch's products take FP32 memory
         _, peak = trained(case, level, compiled=True)
-        assert plan.held[level]["peak"] == pytest.approx(peak, rel=0.05)
+        assert held(level)["peak"] == pytest.approx(peak, rel=0.05)
 
 
 def test_what_compiled_models_keep_for_the_backward_pass():
     make, loss_function, batch_of = CASES["text"]
-    options = {"loss_function": loss_function, "device": "cpu"}
-    plan, compiled = (
-        ampfuse.plan(make, batch_of(), compiled=each, **options) for each in (False, True)
-    )
-    assert str(compiled).startswith(str(plan).partition("\n")[0] + ", compiled\n")
+    held = held_by(make(), batch_of(), loss_function, compiled=True)
+    saved = [held("O5", (), *changes) for changes in ((), ("checkpointing",))]
     for kind in ("weights", "gradients", "masters", "states"):
-        assert compiled.held["O5"][kind] == plan.held["O5"][kind]
+        assert saved[0][kind] == planned("text").held["O5"][kind]
     # Blocks are compiled as they are checkpointed.
-    saved = compiled.held['+ state_dtype="8bit"'], compiled.held["+ activation checkpointing"]
     assert saved[1]["activations"] < 0.8 * saved[0]["activations"]
+    plan = ampfuse.plan(nn.Linear(4, 4), torch.randn(2, 4), "SGD", device="cpu", compiled=True)
+    assert plan.heading == "SGD, 20 parameters, on cpu, compiled"
 
 
 class Sum(nn.Module):
@@ -171,13 +184,9 @@ class Sum(nn.Module):
 def test_inductors_own_settings_say_what_a_compiled_model_fuses(device, settings, is_fused):
     """Ten tensors are more than one of its kernels reads on a GPU."""
     inductor = importlib.import_module("torch._inductor.config")
-
-    def make(model):
-        return torch.optim.SGD(model.parameters())
-
-    batch = tuple(torch.randn(10, 64, 64))
     with inductor.patch(settings):
-        held = PlannedTraining(Sum(), batch, None, device, make, compiled=True).held("O0", {}, ())
+        parts = tuple(torch.randn(10, 64, 64))
+        held = held_by(Sum(), parts, None, torch.optim.SGD, device, compiled=True)("O0")
     assert (held["peak"] < 4 * 64 * 64) is is_fused
 
 
@@ -193,13 +202,10 @@ def test_what_reduces_the_peak_does():
 
 
 def test_batch_norms_are_recomputed_where_there_are_any():
-    make, loss_function, batch_of = CASES["images"]
-    plan = ampfuse.plan(make, batch_of(), loss_function=loss_function, device="cpu")
-    before, after = plan.held['+ state_dtype="8bit"'], plan.held["+ recompute_norms"]
+    held = planned("images").held
+    before, after = held['+ state_dtype="8bit"'], held["+ recompute_norms"]
     assert after["activations"] < 0.8 * before["activations"]
-    text = CASES["text"]
-    none = ampfuse.plan(text[0], text[2](), loss_function=text[1], device="cpu")
-    assert "+ recompute_norms" not in none.held
+    assert "+ recompute_norms" not in planned("text").held
 
 
 def test_language_models_of_transformers_are_planned_without_logits():
@@ -211,8 +217,10 @@ def test_language_models_of_transformers_are_planned_without_logits():
     plan = ampfuse.plan(lambda: hf.LlamaForCausalLM(config), batch, device="cpu")
     before, after = plan.held['+ state_dtype="8bit"'], plan.held["+ LinearCrossEntropy"]
     assert before["peak"] - after["peak"] > 0.5 * 2 * 255 * 32000 * 2
-    compiled = ampfuse.plan(lambda: hf.LlamaForCausalLM(config), batch, device="cpu", compiled=True)
-    assert compiled.held["+ LinearCrossEntropy"]["peak"] <= after["peak"]
+    with torch.device("meta"):
+        held = held_by(hf.LlamaForCausalLM(config), batch, compiled=True)
+    options = {"master_weights": "split", "state_dtype": "8bit"}
+    assert held("O5", options, "linear_cross_entropy")["peak"] <= after["peak"]
     with torch.no_grad():  # the loss is that of the model
         model, text = hf.LlamaForCausalLM(config), torch.randint(32000, (2, 16))
         batch = {"input_ids": text, "labels": text}
@@ -305,11 +313,8 @@ def test_a_plan_counts_the_types_of_states_of_each_group(kind):
 
 def test_gradients_that_accumulate_live_throughout():
     make, loss_function, batch_of = CASES["text"]
-    options = {"loss_function": loss_function, "device": "cpu"}
-    one, two = (
-        ampfuse.plan(make, batch_of(), accumulate=each, **options).held["O5"]
-        for each in (False, True)
-    )
+    one = planned("text").held["O5"]
+    two = held_by(make(), batch_of(), loss_function, accumulate=True)("O5")
     assert two["accumulators"] == 2 * one["gradients"]
     assert two["peak"] > one["peak"] + one["gradients"]
 
@@ -370,25 +375,26 @@ def test_a_plan_refuses_a_model_under_amp():
         ampfuse.plan(model, torch.randn(2, 4))
 
 
-def test_the_command_plans_models_by_name(capsys):
-    pytest.importorskip("timm")
-    pytest.importorskip("transformers")
+@pytest.fixture
+def command(capsys):
+    """The command in this process: its exit status, the output, and its own line of the errors."""
 
-    def command(*arguments):
-        """The exit status, the output, and its own line of the errors."""
-        try:
-            status = main(["plan", "--device", "cpu", *arguments])
-        except SystemExit as end:
-            status = end.code
+    def run(*arguments):
+        status = main(["plan", "--device", "cpu", *arguments])
         output, errors = capsys.readouterr()
         *_, line = errors.splitlines() or [""]
         return status, output, line
 
+    return run
+
+
+def test_the_command_plans_models_by_name(command):
+    pytest.importorskip("timm")
+    pytest.importorskip("transformers")
     sizes = "hidden_size=64 num_hidden_layers=1 num_attention_heads=4 intermediate_size=128"
     for arguments, says in (
         (["--timm", "resnet18", "--image", "64", "--optimizer", "SGD"], "SGD, 11,689,512 param"),
         (["--hf", "llama", "--tokens", "64", "--set", *sizes.split()], "LinearCrossEntropy"),
-        (["--hf", "llama", "--tokens", "64", "--compile", "--set", *sizes.split()], "compiled"),
     ):
         status, output, _ = command("--budget", "1GB", *arguments)
         assert status == 0
@@ -409,6 +415,35 @@ def test_the_command_plans_models_by_name(capsys):
         assert says in error
 
 
+def test_the_command_passes_its_options_on(command, monkeypatch):
+    pytest.importorskip("timm")
+    plan, given = ampfuse.plan(nn.Linear(64, 64), torch.randn(4, 64), device="cpu"), []
+
+    def record(model, batch, optimizer, **options):
+        given.append((batch.shape, optimizer, options))
+        return dataclasses.replace(plan, budget=bytes_of(options["budget"]))
+
+    monkeypatch.setattr(ampfuse, "plan", record)
+    sizes = ["--batch", "3", "--image", "64", "--level", "O2", "--optimizer", "SGD"]
+    flags = "fuse", "compile", "accumulate"
+    for flag, (budget, expected) in zip(flags, (("1GB", 0), ("1kB", 1), ("1GB", 0)), strict=True):
+        options = [*sizes, "--budget", budget, f"--{flag}"]
+        status, output, _ = command("--timm", "resnet18", *options)
+        assert (status, output) == (
+            expected,
+            f"{dataclasses.replace(plan, budget=bytes_of(budget))}\n",
+        )
+        shape, optimizer, passed = given.pop()
+        assert (*shape, optimizer) == (3, 3, 64, 64, "SGD")
+        known = {"opt_level": "O2", "budget": budget, "device": "cpu"}
+        on = {
+            "fuse": flag == "fuse",
+            "compiled": flag == "compile",
+            "accumulate": flag == "accumulate",
+        }
+        assert passed == known | on
+
+
 class Attention(nn.Module):
     """Attention and dropout, directly and by torch's module."""
 
@@ -427,12 +462,12 @@ class Attention(nn.Module):
 def test_dropout_and_attention_keep_what_they_keep_on_a_gpu():
     batch = torch.empty(2, 128, 64, device="meta")
     functions = F.dropout, F.scaled_dot_product_attention
-    on = {name: ampfuse.plan(Attention, batch, device=name).held for name in ("cpu", "cuda")}
+    on = ampfuse.plan(Attention, batch, device="cuda").held
     elements, probabilities = 2 * 128 * 64, 2 * 4 * 128 * 128
-    less = on["cpu"]["O0"]["activations"] - on["cuda"]["O0"]["activations"]
+    less = held_by(Attention(), batch)("O0")["activations"] - on["O0"]["activations"]
     # Each block's mask and product of probabilities, and 4 - 1 bytes of each other mask.
     assert less > 2 * 2 * 4 * probabilities + 3 * 3 * 2 * elements
-    assert "+ activation checkpointing" in on["cuda"]  # which finds the same operations again
+    assert "+ activation checkpointing" in on  # which finds the same operations again
     assert (F.dropout, F.scaled_dot_product_attention) == functions
 
 

@@ -71,10 +71,11 @@ def loss_of(loss_function: LossFunction, model: nn.Module, batch: Any) -> Tensor
 
 
 def one_line(error: Exception) -> str:
-    """The first paragraph of the error's message in a line, or its type if it has none: what follows
-    in torch's are stacks."""
-    paragraph, *_ = str(error).strip().split("\n\n")
-    return " ".join(paragraph.split()) or type(error).__name__
+    """The first line of the error's message, with the next one if it ends with a colon; the error's
+    type if it has no message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = lines or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 @contextlib.contextmanager
