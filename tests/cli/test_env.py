@@ -10,22 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import ampfuse
 from ampfuse import _core, hardware
-from ampfuse.cli import env
+from ampfuse.cli import env, main
 
 
-def report(path: Path | str = "") -> dict[str, env.Facts]:
-    """The sections of ``python -m ampfuse env``, with modules in the folder `path` found first.
-
-    A word that a probe does not say for a fact is under ``""``.
-    """
-    paths = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
-    variables = {**os.environ, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "ampfuse", "env"]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables)
-    assert done.returncode == 0, done.stderr
+def facts_of(output: str) -> dict[str, env.Facts]:
+    """The sections of a report. A word that a probe does not say for a fact is under ``""``."""
     sections: dict[str, env.Facts] = {}
-    for line in done.stdout.splitlines():
+    for line in output.splitlines():
         assert line == line.rstrip()
         if not line.startswith("  "):
             section = sections[line] = {}
@@ -35,9 +28,23 @@ def report(path: Path | str = "") -> dict[str, env.Facts]:
     return sections
 
 
+def report() -> dict[str, env.Facts]:
+    """The sections of ``python -m ampfuse env``."""
+    command = [sys.executable, "-m", "ampfuse", "env"]
+    return facts_of(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
 @pytest.fixture(scope="module")
 def facts() -> dict[str, env.Facts]:
     return report()
+
+
+@pytest.fixture
+def torch_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of the module that Python processes import as torch."""
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    monkeypatch.setenv("PYTHONPATH", paths)
+    return tmp_path / "torch.py"
 
 
 def test_says_what_runs_and_was_built(facts):
@@ -78,7 +85,7 @@ def test_forced_isa_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("torch_module", "said"),
+    ("code", "said"),
     [
         ("raise ImportError('libfoo.so: cannot open')", "FAILED: ImportError: libfoo.so"),
         ("raise RuntimeError('broken')", "FAILED: RuntimeError: broken"),
@@ -87,32 +94,43 @@ def test_forced_isa_is_named(monkeypatch):
     ],
     ids=["import-error", "other-error", "crash", "exit"],
 )
-def test_runs_when_torch_is_broken(tmp_path, torch_module, said):
-    (tmp_path / "torch.py").write_text(torch_module)
-    facts = report(tmp_path)
+def test_runs_when_torch_is_broken(code, said, torch_module, capfd):
+    torch_module.write_text(code)
+    assert main(["env"]) == 0
+    facts = facts_of(capfd.readouterr().out)
     (told,) = facts["torch"].values()
     assert told.startswith(said)
     assert facts["ampfuse"]["version"] == _core.build_info.VERSION
     assert facts["system"]["CPU"]
 
 
-@pytest.mark.parametrize("way", [["-m", "another"], ["-manother"], ["-X", "dev", "-m", "another"]])
-def test_env_of_another_program_imports_as_ever(tmp_path, way):
-    (tmp_path / "another").mkdir()
-    (tmp_path / "another" / "__init__.py").write_text("import ampfuse, sys\nprint(sys.argv)\n")
-    (tmp_path / "another" / "__main__.py").write_text(
-        "import ampfuse\nprint(ampfuse.__version__, hasattr(ampfuse, '_core'))\n"
-    )
-    command = [sys.executable, *way, "env"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.split("\n")[:2] == ["['-m', 'env']", f"{_core.build_info.VERSION} True"]
+# By the beginning of the command line, and what is sys.argv[0] while a package is imported.
+PROGRAMS = {
+    ("-m ampfuse", "-m"): True,
+    ("-mampfuse", "-m"): True,
+    ("bin/ampfuse", "bin/ampfuse"): True,
+    ("-m another", "-m"): False,
+    ("-manother", "-m"): False,
+    ("-X dev -m another", "-m"): False,
+    ("bin/another", "bin/another"): False,
+}
 
 
-def test_runs_when_the_extension_is_for_another_torch(tmp_path):
-    (tmp_path / "torch.py").write_text("__version__ = '1.0'")
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program[0])
+def test_env_of_another_program_imports_as_ever(program, monkeypatch):
+    line, first = program
+    for arguments in (["env"], ["--version"], ["env", "more"], ["train"]):
+        monkeypatch.setattr(sys, "argv", [first, *arguments])
+        monkeypatch.setattr(sys, "orig_argv", ["python", *line.split(), *arguments])
+        assert ampfuse._needs_no_torch() is (PROGRAMS[program] and arguments != ["train"])
+
+
+def test_runs_when_the_extension_is_for_another_torch(torch_module):
+    """As a process: that of the command imports no torch itself."""
+    torch_module.write_text("__version__ = '1.0'")
     releases = ", ".join(map(_core.release_of, _core.build_info.TORCH_VERSIONS))
     said = f"this ampfuse was compiled for torch {releases}, but torch 1.0 is"
-    assert any(said in fact for fact in report(tmp_path)["extension"].values())
+    assert any(said in fact for fact in report()["extension"].values())
 
 
 @pytest.mark.parametrize(("flags", "said"), [({"avx512_bf16"}, "are fast"), ((), "not time")])

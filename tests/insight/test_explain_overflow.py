@@ -1,7 +1,6 @@
 """Overflows planted in known places are found there, and a watched step has the bits of another."""
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import math
@@ -21,7 +20,6 @@ import ampfuse
 from ampfuse import amp, insight, optim
 from ampfuse.insight.operations import callers
 from ampfuse.insight.overflow import SkipsInARow, call_after_updates
-from ampfuse.insight.tracker import Origins
 from ampfuse.torch_utils import Sample
 from programs import on_ranks
 
@@ -121,6 +119,8 @@ FORWARD = {
     "a cast": (lambda x: (x.float() * 1e4).half(), 20, "to", "inf", "do not fit"),
     "a mask of -1e9": (masked, 1, "to", "-inf", "torch.finfo(torch.float16).min"),
     "all masked": (masked_fill, 1, "softmax", "nan", "whole row is -inf"),
+    "an inf where a mask is": (lambda x: x.exp() + torch.full_like(x, -INF), 12, "exp", "inf",
+                               "Otherwise: Keep exp in FP32"),
     "log of zero": (lambda x: torch.log(x * 0), 1, "log", "-inf", "log1p"),
     "a Function": (Exp.apply, 12, "exp", "inf", "Keep exp in FP32"),
     "cross entropy": (lambda x: F.cross_entropy(x * 1e3, torch.tensor([0, 1])), 100, "mul", "inf",
@@ -462,6 +462,7 @@ def test_the_scale_is_that_of_the_pass_that_overflowed():
     assert fitting[0] == fitting[1]
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("factor", [0.0, -1.0, 0.5, 3.0, torch.tensor(0.0), torch.tensor(3.0)])
 @pytest.mark.parametrize("operation", ["exp", "mul"])
 @pytest.mark.parametrize("scale", [None, 128.0])
@@ -644,6 +645,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("case", COMPILED)
 @pytest.mark.parametrize("kind", LOOPS)
@@ -777,19 +779,3 @@ def test_modules_of_a_sharded_model_have_the_names_that_they_have_in_one_process
             optimizer.step()
         cause = watch.explanation
         assert (cause.phase, cause.module, cause.operation, cause.tensor) == expected
-
-
-def test_origins_follow_memory_and_masks_do_not_count():
-    origins, x, y = Origins(), torch.ones(2), torch.ones(3)
-    asked = insight.Explanation("data", None, None, "", "x", "-inf", (2,), torch.float32, "cpu")
-    real = dataclasses.replace(asked, kind="inf")
-    mask, inf = (origins.record(one, at, intended=True) for one, at in ((asked, x), (real, y)))
-    assert (origins.of(x), origins.of(x[1:]), origins.of(y)) == (mask, mask, inf)
-    assert origins.first({mask, inf}) is real
-    assert origins.first({mask}) is asked
-    assert origins.first(set()) is None
-    assert origins.inherit({mask}, "-inf") == mask
-    assert origins.inherit({mask}, "nan") is None  # it has its origin where it came of the mask
-    assert origins.inherit({mask, inf}, "nan") == inf
-    origins.clear(y)
-    assert origins.of(y) is None
