@@ -55,9 +55,16 @@ class Tracker(TorchDispatchMode):
         self.model = _unwrapped(model)
         self._names = {id(module): name for name, module in self.model.named_modules()}
         self._running: list[nn.Module] = []  # the modules whose forward runs, innermost last
-        self._origins = Origins()
         self._loss_scale = LossScaleFinder()
-        # By address: the owner and name of parameters and buffers; the module that made an output.
+        # The origins, and by number: of a -inf that was asked for, as in masks; in outputs of the
+        # model; in a loss, a gradient of a parameter, or statistics.
+        self._origins: list[Explanation] = []
+        self._intended: set[int] = set()
+        self._in_outputs: set[int] = set()
+        self._that_matter: set[int] = set()
+        # By address: the number of the origin of values; the owner and name of parameters and
+        # buffers; the module that made an output.
+        self._origin_at: dict[int, int] = {}
         self._state: dict[int, tuple[nn.Module, str]] = {}
         self._made_by: dict[int, nn.Module] = {}
         self._parameters: list[tuple[nn.Module, str, Tensor, int]] = []  # with their versions
@@ -69,10 +76,11 @@ class Tracker(TorchDispatchMode):
 
     def explanation(self) -> Explanation | None:
         """The first origin that mattered; None if all that matters was finite."""
-        origins = self._origins
-        reached = origins.that_matter or (set() if self._saw_backward else origins.in_outputs)
-        found = origins.first(reached or self._in_parameters())
-        if found is None or found.phase == "backward":  # the scale of that pass is known already
+        reached = self._that_matter or (set() if self._saw_backward else self._in_outputs)
+        if not (reached := reached or self._in_parameters()):
+            return None
+        found = self._origins[min(reached - self._intended or reached)]
+        if found.phase == "backward":  # the scale of that pass is known already
             return found
         return dataclasses.replace(found, **self._loss_scale.found)
 
@@ -120,7 +128,7 @@ class Tracker(TorchDispatchMode):
         self._hook_parameters(module)  # FSDP2's and lazy ones may be there only now
         if self._is_outside():
             for name, tensor in _named_tensors(module, args, kwargs):
-                if kind_of(tensor) and self._origins.of(tensor) is None:
+                if kind_of(tensor) and address(tensor) not in self._origin_at:
                     rows = tensor.detach().reshape(tensor.shape[0] if tensor.dim() else 1, -1)
                     row = int(rows.isfinite().all(1).logical_not().nonzero()[0])
                     what = f"{name}, first in batch element {row}"
@@ -134,7 +142,7 @@ class Tracker(TorchDispatchMode):
         for tensor in filter(is_readable, pytree.tensors(output)):
             self._made_by.setdefault(address(tensor), module)  # the innermost one made it
             if self._is_outside() and kind_of(tensor):
-                self._origins.in_outputs.add(self._origin_in(tensor, CallSite(module)))
+                self._in_outputs.add(self._origin_in(tensor, CallSite(module)))
         self._look_at_statistics(module, "forward")
 
     def _is_outside(self) -> bool:
@@ -147,10 +155,10 @@ class Tracker(TorchDispatchMode):
             return
         for name, buffer in module.named_buffers(recurse=False):
             if kind_of(buffer):
-                origin = self._origins.of(buffer)
+                origin = self._origin_at.get(address(buffer))
                 if origin is None:
                     origin = self._record(phase, CallSite(module, "batch_norm"), buffer, name)
-                self._origins.that_matter.add(origin)
+                self._that_matter.add(origin)
 
     # --- parameters and their gradients -----------------------------------------------------------
 
@@ -174,18 +182,17 @@ class Tracker(TorchDispatchMode):
         if kind_of(gradient):
             what = f"gradient of {name}"
             origin = self._origin_in(gradient, CallSite(module, _UNSEEN), "backward", what)
-            self._origins.that_matter.add(origin)
+            self._that_matter.add(origin)
 
     def _look_at_reduced_gradients(self) -> None:
         """Blame other processes for gradients that are not finite only after the reduction."""
-        if self._origins.that_matter:
+        if self._that_matter:
             return
         for module, name, parameter, _ in self._parameters:
             gradient = gradient_as_it_is(parameter)
             if gradient is not None and kind_of(gradient):
                 site, what = CallSite(module, "all_reduce"), f"the gradient of {name}"
-                origin = self._record("another process", site, gradient, what)
-                self._origins.that_matter.add(origin)
+                self._that_matter.add(self._record("another process", site, gradient, what))
                 return
 
     def _in_parameters(self) -> set[int]:
@@ -215,7 +222,7 @@ class Tracker(TorchDispatchMode):
         phase = "backward" if in_backward else "forward"
         operation = Operation(func, args, kwargs, phase, site)
         if operation.writes:
-            operation = operation.before_writing(self._origins.copy)
+            operation = operation.before_writing(self._copied)
         out = func(*args, **kwargs)
         for index, result in enumerate(pytree.tensors(out)):
             # Values that the program writes into weights are found when a module uses them.
@@ -239,13 +246,17 @@ class Tracker(TorchDispatchMode):
                     known |= self._loss_scale.found
                 phase, site = operation.phase, operation.site
                 origin = self._record(phase, site, result, "output", **known)
-            self._origins.put(result, origin)
+            self._origin_at[address(result)] = origin
             is_loss = result.dim() == 0 and any(each.requires_grad for each in operation.inputs())
             if is_loss and operation.phase == "forward" and torch.is_grad_enabled():
-                self._origins.that_matter.add(origin)
+                self._that_matter.add(origin)
         elif not operation.writes:  # if it writes, `result` may be a part of its memory
-            self._origins.clear(result)
+            self._origin_at.pop(address(result), None)
         self._made_by.pop(address(result), None)
+
+    def _copied(self, tensor: Tensor, copy: Tensor) -> None:
+        if address(tensor) in self._origin_at:
+            self._origin_at[address(copy)] = self._origin_at[address(tensor)]
 
     def _forward_site(self, func: Any) -> CallSite:
         place, function = callers(sys._getframe(1))
@@ -271,16 +282,18 @@ class Tracker(TorchDispatchMode):
         """The origin that a result of `kind` has from the inputs; None: it is an origin itself."""
         bad = filter(kind_of, operation.inputs())
         origins = {self._origin_in(tensor, operation.site) for tensor in bad}
-        return self._origins.inherit(origins, kind)
+        real = origins - self._intended
+        # A NaN made from a mask's -inf originates in this operation.
+        return min(real or origins) if real or (origins and kind != "nan") else None
 
     def _origin_in(
         self, tensor: Tensor, site: CallSite, phase: str = "data", what: str = ""
     ) -> int:
         """The origin in a non-finite `tensor`; a new one if none was seen in its memory."""
-        if (known := self._origins.of(tensor)) is not None:
-            return known
+        if (memory := address(tensor)) in self._origin_at:
+            return self._origin_at[memory]
         may_be_intended = True
-        if (memory := address(tensor)) in self._state:
+        if memory in self._state:
             owner, what = self._state[memory]
             phase, site = "weights", CallSite(owner, site.operation)
             may_be_intended = what not in owner._parameters  # a mask is a buffer
@@ -299,62 +312,18 @@ class Tracker(TorchDispatchMode):
         intended: bool = False,
         **known: Any,
     ) -> int:
-        """Record an origin in `tensor`; return its number."""
+        """Record an origin in `tensor`; return its number. A -inf may be `intended`."""
         name = kind = None
         if site.module is not None:
             name = self._names.get(id(site.module), "a copy of a module")
             kind = type(site.module).__name__
         where = name, kind, site.operation, what, kind_of(tensor) or ""
         known |= {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": str(tensor.device)}
-        origin = Explanation(phase, *where, line=site.line, **known)
-        return self._origins.record(origin, tensor, intended=intended)
-
-
-class Origins:
-    """The origins of inf and NaN that were found, by number, and in which memory they are."""
-
-    def __init__(self) -> None:
-        self._found: list[Explanation] = []
-        self._intended: set[int] = set()  # of a -inf that was asked for, as in masks
-        self._in_memory: dict[int, int] = {}  # by address
-        self.in_outputs: set[int] = set()  # of the model
-        self.that_matter: set[int] = set()  # in a loss, a gradient of a parameter, or statistics
-
-    def record(self, origin: Explanation, tensor: Tensor, *, intended: bool = False) -> int:
-        """Record an origin in the memory of `tensor`; return its number."""
-        number = len(self._found)
-        self._found.append(origin)
-        self.put(tensor, number)
-        if intended and origin.kind == "-inf":
+        number = self._origin_at[address(tensor)] = len(self._origins)
+        self._origins.append(Explanation(phase, *where, line=site.line, **known))
+        if intended and self._origins[number].kind == "-inf":
             self._intended.add(number)
         return number
-
-    def put(self, tensor: Tensor, number: int) -> None:
-        """Note that the memory of `tensor` has values of that origin."""
-        self._in_memory[address(tensor)] = number
-
-    def of(self, tensor: Tensor) -> int | None:
-        """The origin in the memory of `tensor`, if one was noted."""
-        return self._in_memory.get(address(tensor))
-
-    def copy(self, tensor: Tensor, to: Tensor) -> None:
-        """`to` is a copy of `tensor`."""
-        if (number := self.of(tensor)) is not None:
-            self.put(to, number)
-
-    def clear(self, tensor: Tensor) -> None:
-        """The memory of `tensor` holds finite values now."""
-        self._in_memory.pop(address(tensor), None)
-
-    def inherit(self, numbers: set[int], kind: str) -> int | None:
-        """The origin of a result of `kind`, from those of its operands; None: the result is one."""
-        real = numbers - self._intended
-        # A NaN made from a mask's -inf originates in this operation.
-        return min(real or numbers) if real or (numbers and kind != "nan") else None
-
-    def first(self, numbers: set[int]) -> Explanation | None:
-        """The first of these that was not asked for, if there is one."""
-        return self._found[min(numbers - self._intended or numbers)] if numbers else None
 
 
 class LossScaleFinder:
