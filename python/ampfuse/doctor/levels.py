@@ -149,7 +149,7 @@ def advise(
     _check(model, optimizer, levels, seconds=seconds, steps=steps)
     task = _Task(eager_module(model), optimizer, loss_function)
     with _untouched(task):
-        task.set_batches(batch)
+        task.batches = _batches_of(batch)
         others = [level for level in levels if level != "O0"]
         run = functools.partial(task.run, seconds=seconds / (1 + len(others) + _SEEDS))
         reference = run("O0", steps)
@@ -190,17 +190,7 @@ class _Task:
     def __init__(self, model: nn.Module, optimizer: Optimizer, loss_function: Any) -> None:
         self.model, self._optimizer, self._loss_function = model, optimizer, loss_function
         self.device = next(model.parameters()).device
-
-    def set_batches(self, batch: Any) -> None:
-        """Train on a batch, or on the first ones of a loader."""
-        self.batches = [batch]
-        if isinstance(batch, DataLoader):
-            with _as_it_was(batch) as batch:
-                self.batches = list(itertools.islice(batch, _MAX_BATCHES))
-        elif isinstance(batch, Iterator):
-            self.batches = list(itertools.islice(batch, _MAX_BATCHES))
-        if not self.batches:
-            raise ValueError("batch is empty: the loader or iterator has no batches.")
+        self.batches: list[Any] = []
 
     def run(self, level: str, steps: int, *, seconds: float, seed: int = 0) -> Row:
         """Train a copy for `steps`, or as many as `seconds` allow, at least 5. At O0 mistakes in
@@ -288,20 +278,27 @@ class _Task:
         return model, optimizer, step
 
 
-@contextlib.contextmanager
-def _as_it_was(loader: DataLoader) -> Iterator[DataLoader]:
-    """A copy of `loader`, after whose batches it gives those that it would have given before. Its
-    workers stay as they are, and so do generators of torch in it, in its samplers and its dataset.
-    """
-    parts = [loader, loader.dataset, loader.sampler, loader.batch_sampler]
-    parts.append(getattr(loader.batch_sampler, "sampler", None))
-    values = itertools.chain.from_iterable(getattr(part, "__dict__", {}).values() for part in parts)
-    states = [(each, each.get_state()) for each in values if isinstance(each, torch.Generator)]
-    copied = copy.copy(loader)
-    vars(copied)["_iterator"] = None  # of persistent workers
-    yield copied
+def _batches_of(batch: Any) -> list[Any]:
+    """The batch, or the first ones of a loader or an iterator. A loader gives afterwards those that
+    it would have given: its workers stay, and so do generators of torch in it, in its samplers and
+    its dataset."""
+    if not isinstance(batch, (DataLoader, Iterator)):
+        return [batch]
+    states = []
+    if isinstance(batch, DataLoader):
+        parts = [batch, batch.dataset, batch.sampler, batch.batch_sampler]
+        parts.append(getattr(batch.batch_sampler, "sampler", None))
+        for value in [value for part in parts for value in getattr(part, "__dict__", {}).values()]:
+            if isinstance(value, torch.Generator):
+                states.append((value, value.get_state()))
+        batch = copy.copy(batch)
+        vars(batch)["_iterator"] = None  # of persistent workers
+    batches = list(itertools.islice(batch, _MAX_BATCHES))
     for generator, state in states:
         generator.set_state(state)
+    if not batches:
+        raise ValueError("batch is empty: the loader or iterator has no batches.")
+    return batches
 
 
 @contextlib.contextmanager
@@ -339,9 +336,9 @@ def _untouched(task: _Task) -> Iterator[None]:
 
 def conclude(rows: Sequence[Row], seeded: Sequence[Row], batches: int, device: str) -> Advice:
     """The advice from `rows`, O0 first, and the trainings of O0 with other seeds."""
-    problems = [_instability(row, batches) for row in (rows[0], *seeded)]
-    unstable = next(filter(None, problems), "")
-    judged = [_judged(row, rows[0], seeded, batches, unstable) for row in rows]
+    full = rows[0], *seeded
+    unstable = next(filter(None, (_instability(row, batches) for row in full)), None)
+    judged = [_judged(row, full, batches, unstable) for row in rows]
     judged.sort(key=lambda row: row.level)
     return Advice(*_recommend(judged, unstable), tuple(judged), device)
 
@@ -354,33 +351,30 @@ def _instability(row: Row, batches: int) -> str | None:
     return _not_finite(row)
 
 
-def _judged(row: Row, reference: Row, seeded: Sequence[Row], batches: int, unstable: str) -> Row:
+def _judged(row: Row, full: Sequence[Row], batches: int, unstable: str | None) -> Row:
+    """The row, compared with the trainings in FP32, the first of which is that of the user."""
     if row.blocker is not None:
         return row
-    steps = len(row.losses)
-    curves = [each.losses[:steps] for each in (reference, *seeded)]
+    steps, reference = len(row.losses), full[0]
+    curves = [each.losses[:steps] for each in full]
     spread = max(distance(a, b, batches) for a, b in itertools.combinations(curves, 2))
     means = _means(curves[0], batches, steps)
     loss_range = max(means) - min(means)
     largest_loss = max(map(abs, means))
     allowed = max(spread, _NEGLIGIBLE * loss_range, _ROUNDING * largest_loss)
     deviation = distance(row.losses, reference.losses, batches)
-    blocker = _blocker_of(row, deviation, allowed)
-    if unstable and row.level != "O0":
+    blocker = _not_finite(row)
+    if row.skipped > _MAX_SKIPPED * steps:
+        blocker = blocker or f"overflows: {row.skipped} of {steps} steps skipped"
+    if row.stale:
+        more = f" and {len(row.stale) - 1} more" if len(row.stale) > 1 else ""
+        blocker = blocker or f"updates are lost to rounding in {row.stale[0]}{more}"
+    if deviation > allowed:
+        blocker = blocker or "the loss deviates from FP32's"
+    if unstable and row is not reference:
         blocker = blocker or "there is no stable FP32 to compare with"
     speedup = reference.median / row.median
     return replace(row, speedup=speedup, deviation=deviation, allowed=allowed, blocker=blocker)
-
-
-def _blocker_of(row: Row, deviation: float, allowed: float) -> str | None:
-    if problem := _not_finite(row):
-        return problem
-    if row.skipped > _MAX_SKIPPED * len(row.losses):
-        return f"overflows: {row.skipped} of {len(row.losses)} steps skipped"
-    if row.stale:
-        more = f" and {len(row.stale) - 1} more" if len(row.stale) > 1 else ""
-        return f"updates are lost to rounding in {row.stale[0]}{more}"
-    return "the loss deviates from FP32's" if deviation > allowed else None
 
 
 def distance(a: Sequence[float], b: Sequence[float], batches: int) -> float:
@@ -408,7 +402,7 @@ def _not_finite(row: Row) -> str | None:
     return None if bad is None else f"the loss is not finite from step {bad} on"
 
 
-def _recommend(rows: Sequence[Row], unstable: str) -> tuple[str, str]:
+def _recommend(rows: Sequence[Row], unstable: str | None) -> tuple[str, str]:
     """The level, and the reason for it."""
     if unstable:
         why = f"no level can be compared with FP32, which is unstable itself: {unstable}. Lower the"
