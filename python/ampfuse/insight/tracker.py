@@ -337,29 +337,20 @@ class LossScaleFinder:
     def __init__(self) -> None:
         self.found: dict[str, Any] = {"scale": 1.0, "dynamic": False}
         self._has_scaler = False
-        # The sequence number of the latest autograd node, and the number it multiplies by.
-        self._node, self._factor = -1, 1.0
-        self._graph_task = -1
+        self._node = self._graph_task = -1  # the numbers of the latest autograd node and pass
 
     def see_forward(self, name: str, args: Any) -> None:
         """Called after each operation outside of the model and of backward passes."""
-        node = torch.autograd._get_sequence_nr() - 1
-        if node == self._node:
-            return  # autograd did not record the operation
-        self._node, self._factor = node, 1.0
-        if name not in ("aten::mul", "aten::mul_"):
+        self._node = torch.autograd._get_sequence_nr() - 1
+        frame = scaler_frame(sys._getframe(1)) if name in ("aten::mul", "aten::mul_") else None
+        if frame is None:
             return
         loss, factor = args if _is_number(args[1]) else reversed(args)
-        if not _is_number(factor) or _is_number(loss) or not loss.requires_grad:
-            return
-        frame = scaler_frame(sys._getframe(1))
-        if frame is None:
-            self._factor = float(factor)
-            return
-        # ampfuse's scalers may be static; a GradScaler always adapts.
-        dynamic = getattr(frame.f_locals.get("scaler"), "dynamic", True)
-        self.found = {"scale": float(factor), "dynamic": dynamic}
-        self._has_scaler = True
+        if _is_number(factor) and not _is_number(loss) and loss.requires_grad:
+            # ampfuse's scalers may be static; a GradScaler always adapts.
+            dynamic = getattr(frame.f_locals.get("scaler"), "dynamic", True)
+            self.found = {"scale": float(factor), "dynamic": dynamic}
+            self._has_scaler = True
 
     def see_backward(self, graph_task: int) -> None:
         """Called before each operation of the backward pass with that number."""
@@ -367,9 +358,11 @@ class LossScaleFinder:
             return
         self._graph_task = graph_task
         node: Any = torch._C._current_autograd_node()
-        is_of_product = node is not None and node._sequence_nr() == self._node
-        if is_of_product and 1 < self._factor < math.inf:
-            self.found = {"scale": self._factor, "dynamic": False}
+        if node is None or node.name() != "MulBackward0" or node._sequence_nr() != self._node:
+            return
+        for factor in (node._saved_self, node._saved_other):
+            if factor is not None and _is_number(factor) and 1 < float(factor) < math.inf:
+                self.found = {"scale": float(factor), "dynamic": False}
 
 
 def _is_number(value: Any) -> bool:
