@@ -75,8 +75,7 @@ def memory_report(
     model, inner = eager_module(model), with_wrapped(optimizer)[-1]
     algorithm, states = algorithm_of(inner), states_of(inner)
     check_owned(model, states, "Pass the model's own optimizer, or one module with all of them.")
-    options = {name: getattr(inner, name, None) for name in ("state_dtype", "ema_decay")}
-    options["master_weights"] = getattr(inner, "master_weights", False)
+    options = options_of(inner)
     if not isinstance(inner, AmpOptimizer):
         options["state_dtype"] = "parameter's"  # as torch has them
     measured, held = _measured(model, optimizer), held_bytes(model, states, options)
@@ -147,6 +146,12 @@ def bytes_of(budget: Any) -> int:
     if not (isinstance(number, (int, float)) and 0 < number < float("inf")):
         raise ValueError(f'budget must be a number of bytes or such as "15 GiB", got {budget!r}')
     return int(number)
+
+
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The options of the optimizer that take memory."""
+    options = {name: getattr(optimizer, name, None) for name in ("state_dtype", "ema_decay")}
+    return options | {"master_weights": getattr(optimizer, "master_weights", False)}
 
 
 # How many states a parameter has, and the `state_dtype` of its group, if that has one of its own.

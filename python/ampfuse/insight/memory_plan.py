@@ -34,7 +34,7 @@ from ampfuse.amp.policy import LEVELS, Policy, make_policy
 from ampfuse.amp.weights import cast_model
 from ampfuse.half_ops import cpu_half_ops
 from ampfuse.insight.live_memory import LiveMemory, compiled_graphs
-from ampfuse.insight.memory import KINDS, bytes_of, held_bytes, size, states_of
+from ampfuse.insight.memory import KINDS, bytes_of, held_bytes, options_of, size, states_of
 from ampfuse.insight.reporting import (
     LossFunction,
     aligned,
@@ -300,7 +300,10 @@ class PlannedTraining:
             model = self._model(policy)
             optimizer = self.make(model)
             algorithm = algorithm_of(optimizer)
-            wanted = {**self._options(optimizer, policy), **options}
+            wanted = options_of(optimizer)  # with masters as the level has them
+            if not policy.master_weights or not wanted["master_weights"]:
+                wanted["master_weights"] = bool(policy.master_weights)
+            wanted |= options
             if algorithm and wanted["state_dtype"] not in algorithm.storages:
                 wanted["state_dtype"] = getattr(optimizer, "state_dtype", None)
             held = held_bytes(model, states_of(optimizer), wanted)
@@ -316,12 +319,6 @@ class PlannedTraining:
         throughout = sum(held.values()) - held["gradients"] - held["activations"]
         held["peak"] = throughout + max(most, held["gradients"] + scratch)
         return held
-
-    def _options(self, optimizer: Optimizer, policy: Policy) -> dict[str, Any]:
-        """The optimizer's options that take memory, with masters as the level has them."""
-        options = {name: getattr(optimizer, name, None) for name in ("state_dtype", "ema_decay")}
-        masters = getattr(optimizer, "master_weights", False) or True
-        return options | {"master_weights": masters if policy.master_weights else False}
 
     def _note_what_is_missing(self, model: nn.Module) -> None:
         if not self.is_fused:
