@@ -1,6 +1,7 @@
 """``amp.advise``: what it recommends and objects to, and that nothing of the user's changes."""
 
 import copy
+import dataclasses
 import math
 import random
 import types
@@ -243,6 +244,13 @@ def test_nothing_is_compared_with_an_unstable_fp32(unstable, words):
     assert advice.level == "O0"
     assert f"FP32, which is unstable itself: {words}. Lower" in advice.reason
     assert row_of(advice, "O4").blocker is not None
+
+
+def test_a_loss_around_zero_may_end_higher_than_it_began():
+    means = (0.1, 0.3, -0.1, 0.2, 0.1, -0.2, 0.0, 0.3)
+    noisy = dataclasses.replace(row("O0"), losses=tuple(m for m in means for _ in range(2)))
+    half = dataclasses.replace(noisy, level="O4", milliseconds=(5.0,) * 16)
+    assert levels.conclude([noisy, half], [noisy], 1, "a CPU").level == "O4"
 
 
 @pytest.mark.parametrize(

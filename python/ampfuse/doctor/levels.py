@@ -346,7 +346,9 @@ def conclude(rows: Sequence[Row], seeded: Sequence[Row], batches: int, device: s
 def _instability(row: Row, batches: int) -> str | None:
     """The reason why no training can be compared with this one in FP32."""
     means = _means(row.losses, batches, len(row.losses))
-    if means[-1] - means[0] > abs(means[0]):
+    earlier, later = means[: len(means) // 2], means[len(means) // 2 :]
+    keeps_rising = min(later) > max(earlier, default=math.inf)  # losses around 0 may go up and down
+    if keeps_rising and means[-1] - means[0] > abs(means[0]):
         return f"its loss rises from {figures(means[0], 2)} to {figures(means[-1], 2)}"
     return _not_finite(row)
 
