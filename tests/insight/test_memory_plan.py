@@ -184,6 +184,8 @@ class Sum(nn.Module):
 def test_inductors_own_settings_say_what_a_compiled_model_fuses(device, settings, is_fused):
     """Ten tensors are more than one of its kernels reads on a GPU."""
     inductor = importlib.import_module("torch._inductor.config")
+    if is_fused and not hasattr(inductor, "realize_cpu_acc_reads_threshold"):
+        pytest.skip("this torch has one limit for CPUs and GPUs")
     with inductor.patch(settings):
         parts = tuple(torch.randn(10, 64, 64))
         held = held_by(Sum(), parts, None, torch.optim.SGD, device, compiled=True)("O0")
@@ -320,7 +322,7 @@ def test_gradients_that_accumulate_live_throughout():
     assert two["peak"] > one["peak"] + one["gradients"]
 
 
-def test_planning_changes_nothing(monkeypatch):
+def test_planning_changes_nothing():
     make, loss_function, batch_of = CASES["images"]
     model, batch = make(), batch_of()
     before, latest = copy.deepcopy(model.state_dict()), session._latest
