@@ -312,19 +312,16 @@ class PlannedTraining:
             trained = [p for p in model.parameters() if p.requires_grad]
             held["accumulators"] = sum(4 * p.numel() for p in trained if p.dtype in HALF_DTYPES)
         self.is_fused, self.optimizer_name = algorithm is not None, type(optimizer).__name__
-        self._note_what_is_missing(model)
+        if not self.is_fused:
+            self.notes[f"The states of {self.optimizer_name} are not counted."] = None
+        for kind in {type(module) for module in model.modules()} & {nn.RNN, nn.LSTM, nn.GRU}:
+            self.notes[f"What {kind.__name__} keeps for its backward is not counted."] = None
         if (level, changes) not in self._passes:
             self._passes[level, changes] = self._pass(policy, changes)
         held["activations"], most = self._passes[level, changes]
         throughout = sum(held.values()) - held["gradients"] - held["activations"]
         held["peak"] = throughout + max(most, held["gradients"] + scratch)
         return held
-
-    def _note_what_is_missing(self, model: nn.Module) -> None:
-        if not self.is_fused:
-            self.notes[f"The states of {self.optimizer_name} are not counted."] = None
-        for kind in {type(module) for module in model.modules()} & {nn.RNN, nn.LSTM, nn.GRU}:
-            self.notes[f"What {kind.__name__} keeps for its backward is not counted."] = None
 
     def _model(self, policy: Policy, *, is_fused: bool = False) -> nn.Module:
         """A fake copy as ``amp.initialize`` makes it."""
@@ -469,11 +466,8 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks with most parameters: those of the ModuleList or Sequential."""
     lists = [list(m) for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     repeated = [blocks for blocks in lists if len(blocks) > 1 and len({*map(type, blocks)}) == 1]
-    return max(repeated, key=_count_parameters, default=[])
-
-
-def _count_parameters(modules: Sequence[nn.Module]) -> int:
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+    elements = [sum(p.numel() for block in each for p in block.parameters()) for each in repeated]
+    return repeated[elements.index(max(elements))] if repeated else []
 
 
 def _checkpoint(model: nn.Module) -> None:
