@@ -25,10 +25,10 @@ from ampfuse.command_line import UsageError
 from ampfuse.experiments import cifar, make_table, mlp, training
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.results import rows_of
+from ampfuse.experiments.results import result_of, rows_of
 from ampfuse.experiments.settings import VARIANTS, Settings
-from ampfuse.experiments.sweep import load_checkpoint, report, train_all
-from ampfuse.experiments.training import Diverged, Job, Record, Run
+from ampfuse.experiments.sweep import report, train_all
+from ampfuse.experiments.training import Diverged, Job, Record, Run, load_checkpoint
 from ampfuse.experiments.variants import build_variant, squared_error
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, tensor_memory
@@ -100,7 +100,7 @@ def test_learns_in_every_variant(variant):
     settings = dataclasses.replace(
         BASE, precision=variant, epochs=4, dropout=0.0, augment=False, lr=0.1
     )
-    result = trained(settings).result()
+    result = result_of(trained(settings))
     assert result["accuracy_pct"] > 60
     assert result["loss_last"] < 1.5
     assert (result["iterations"], result["epochs"]) == (4 * 22, 4)
@@ -112,7 +112,7 @@ def test_learns_in_every_variant(variant):
 
 def test_figures_agree_with_each_other_and_with_the_log():
     run = trained(BASE)
-    result, steps = run.result(), 44
+    result, steps = result_of(run), 44
     assert result["images_per_s"] == pytest.approx(64 * steps / result["time_s"])
     assert result["images_per_s_min"] <= result["images_per_s"] <= result["images_per_s_max"]
     assert len(run.record.step_ms) == len(run.record.losses) == steps
@@ -141,7 +141,7 @@ def test_skipped_steps_are_counted_where_they_happened():
 
     run.build = with_huge_scale
     run.train()
-    result = run.result()
+    result = result_of(run)
     steps = [step for line in result["intervals"] for step in line["overflow_steps"]]
     assert len(steps) == result["skipped_steps"] >= 5
     assert steps[:5] == [1, 2, 3, 4, 5]
@@ -186,7 +186,7 @@ def test_a_resumed_run_has_the_same_bits(variant, stop_at, tmp_path):
     torch.manual_seed(1234)  # as another process would have another
     resumed = trained(settings, tmp_path, saved)
     assert resumed.record.losses == whole.record.losses
-    results = [run.result() for run in (resumed, whole)]
+    results = [result_of(run) for run in (resumed, whole)]
     assert results[0]["test_loss"] == results[1]["test_loss"]
     for name, value in whole.variant.bare_model.state_dict().items():
         assert torch.equal(resumed.variant.bare_model.state_dict()[name], value), name
@@ -197,7 +197,7 @@ def test_a_resumed_run_is_not_shorter_and_reports_no_older_accuracy(tmp_path):
     saved = stopped(BASE, 22, tmp_path)
     with pytest.raises(UsageError, match="has done 22 steps, but 21 are asked for"):
         run_of(dataclasses.replace(BASE, iterations=21), tmp_path, saved)
-    longer = trained(dataclasses.replace(BASE, evaluate=False), tmp_path, saved).result()
+    longer = result_of(trained(dataclasses.replace(BASE, evaluate=False), tmp_path, saved))
     assert [line["step"] for line in longer["evaluations"]] == [22]
     assert (longer["accuracy_pct"], longer["test_loss"]) == (None, None)
 
@@ -327,7 +327,7 @@ def test_memory_that_one_of_several_processes_lacks_ends_the_command(monkeypatch
 
 
 def test_advice_fits_the_variant():
-    result = whole_run(BASE).result("the loss became nan")
+    result = result_of(whole_run(BASE), "the loss became nan")
     for precision, scale, o3 in (("fp32", 0, 0), ("O5", 0, 0), ("O2", 1, 0), ("O3", 1, 1)):
         result["conditions"]["precision"] = precision
         text = report(result)
@@ -419,9 +419,9 @@ def test_a_static_scale_stays_after_an_overflow(precision):
 
 def test_the_line_of_a_run_has_its_zeros_and_not_what_was_not_measured():
     run = trained(dataclasses.replace(BASE, iterations=4))
-    result = run.result()
+    result = result_of(run)
     run.record.step_ms = []  # a graph's first steps are not timed: no division by zero
-    untimed = run.result()
+    untimed = result_of(run)
     assert untimed["time_s"] is None
     assert report(untimed).startswith("wrn10_1 O2 batch 64: loss ")
     assert "| O2" in make_table.table(rows_of([untimed]), make_table.TRAINED)
@@ -493,6 +493,6 @@ def test_captured_steps_train_like_eager_ones(variant, optimizer, monkeypatch):
     assert graphed.record.losses == pytest.approx(eager.record.losses, rel=1e-3)
     assert graphed.record.skipped_steps == eager.record.skipped_steps
     assert len(graphed.record.step_ms) == of_mnist.iterations - EAGER_CALLS - 1
-    result = graphed.result()
+    result = result_of(graphed)
     assert result["memory_kind"] == "max_memory_allocated"
     assert 0 < result["memory_mb"] < 8192

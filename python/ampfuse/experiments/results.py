@@ -1,23 +1,33 @@
-"""Rows of result files (:func:`measured`) and of write-ups (:func:`published`)."""
+"""Result files (:func:`result_of` makes what they contain), and the rows of tables and figures: of
+result files (:func:`measured`) and of write-ups (:func:`published`)."""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import json
+import math
 import os
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+import ampfuse
 from ampfuse.command_line import UsageError
+from ampfuse.devices import device_name
 
-FORMAT = 3  # of result files and checkpoints
-Result = dict[str, Any]  # a result file, see Run.result
+if TYPE_CHECKING:
+    from ampfuse.experiments.training import Run
+
+FORMAT = 3
+Result = dict[str, Any]  # the contents of a result file, see result_of()
 OUT_OF_MEMORY = "out of memory"  # the reason of a run that ended so, under "diverged"
 # The script of each recipe, and the title of each script.
 RECIPES = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}
@@ -29,6 +39,88 @@ TITLES = {
     "demo": "Digits",
 }
 VARIANT_ORDER = "FP32 fp32 tf32 FP16 fp16 amp amp-fp16 amp-bf16 O0 O1 O2 O3 O4 O5".split()
+
+
+# ---- a result file -------------------------------------------------------------------------------
+
+# The settings at the top of a result file, and those that its conditions leave out.
+_AT_TOP = "recipe experiment model variant batch_size optimizer repeat".split()
+_LEFT_OUT = "repeats seed iterations epochs print_freq evaluate synthetic_size".split()
+
+
+def result_of(run: Run, reason: str | None = None) -> Result:
+    """What `run` has measured: JSON, with None in place of NaN and infinity. `reason` says why it
+    ended early."""
+    record, settings, variant = run.record, asdict(run.settings), run.variant
+    times = record.step_ms or [math.nan]
+    mean_ms, images = statistics.fmean(times), run.settings.batch_size * run.world.size
+    at_end = (each for each in record.evaluations if each["step"] == run.steps_done)
+    test = next(at_end, {"loss": None, "accuracy": None})
+    result = {
+        "format": FORMAT,
+        **{name: settings[name] for name in _AT_TOP},
+        "gpu": run.job.label,
+        "seed": run.seed,
+        "iterations": run.total,  # the intended length if the run diverged
+        "epochs": run.total / run.data.batches_per_epoch,
+        "time_s": mean_ms * run.total / 1e3,
+        "memory_mb": record.memory_bytes / 1e6 or None,
+        "memory_kind": run.memory_kind,
+        "accuracy_pct": None if test["accuracy"] is None else 100 * test["accuracy"],
+        "test_loss": test["loss"],
+        "images_per_s": 1e3 * images / mean_ms,
+        "images_per_s_min": 1e3 * images / max(times),
+        "images_per_s_max": 1e3 * images / min(times),
+        "loss_last": record.losses[-1] if record.losses else None,
+        "loss_mean": mean_of_finite(record.losses),
+        "loss_scale": variant.loss_scale() if variant else None,
+        "skipped_steps": record.skipped_steps,
+        "diverged": _early_end(run, reason) if reason else None,
+        "conditions": {  # what repeats have in common, except the fields above
+            **{name: settings[name] for name in settings if name not in (*_AT_TOP, *_LEFT_OUT)},
+            **run.data.describe(),
+            **(variant.policy if variant else {}),
+            "world_size": run.world.size,
+            "device": device_name(run.device),
+            "torch": str(torch.__version__),
+            "ampfuse": ampfuse.__version__,
+            "cuda": torch.version.cuda,
+        },
+        "intervals": record.intervals,
+        "evaluations": record.evaluations,
+        "finished": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+    return json.loads(json.dumps(result), parse_constant=lambda name: None)
+
+
+def save(result: Result, path: Path) -> None:
+    write(path, f"{json.dumps(result, indent=1, allow_nan=False)}\n".encode())
+
+
+def _early_end(run: Run, reason: str) -> dict[str, Any]:
+    """The step after the last finite loss, or that which needed more memory; the reason."""
+    if reason == OUT_OF_MEMORY:
+        return {"step": min(run.steps_done + 1, run.total), "reason": reason}
+    losses = enumerate(run.record.losses, 1)
+    last_finite = max((step for step, loss in losses if math.isfinite(loss)), default=0)
+    return {"step": min(last_finite + 1, run.steps_done), "reason": reason}
+
+
+def ending(diverged: dict[str, Any]) -> str:
+    """How a run ended early: "diverged in step 3: ..." """
+    step, reason = diverged["step"], diverged["reason"]
+    if reason == OUT_OF_MEMORY:
+        return f"ran out of memory in step {step}"
+    return f"diverged in step {step}: {reason}"
+
+
+def mean_of_finite(losses: Sequence[float]) -> float | None:
+    """The mean without inf and NaN of skipped steps; None if nothing is left."""
+    finite_ones = [loss for loss in losses if math.isfinite(loss)]
+    return statistics.fmean(finite_ones) if finite_ones else None
+
+
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 class Statistic(NamedTuple):
@@ -204,14 +296,6 @@ def _row_of(runs: list[Result]) -> Row:
         conditions=last["conditions"],
         runs=sorted(runs, key=lambda run: run["seed"]),
     )
-
-
-def ending(diverged: dict[str, Any]) -> str:
-    """How a run ended early: "diverged in step 3: ..." """
-    step, reason = diverged["step"], diverged["reason"]
-    if reason == OUT_OF_MEMORY:
-        return f"ran out of memory in step {step}"
-    return f"diverged in step {step}: {reason}"
 
 
 def _statistic(runs: list[Result], name: str) -> Statistic:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import io
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +14,12 @@ import torch
 
 from ampfuse.command_line import UsageError, check_installed, check_writable, status_of
 from ampfuse.devices import choose_device, device_name
-from ampfuse.experiments import distributed, make_table, models
+from ampfuse.experiments import distributed, make_table, models, results
 from ampfuse.experiments.data import open_data
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.results import (
-    FORMAT,
-    OUT_OF_MEMORY,
-    Result,
-    ending,
-    file_name,
-    rows_of,
-    write,
-)
+from ampfuse.experiments.results import OUT_OF_MEMORY, Result
 from ampfuse.experiments.settings import FP16, WITHOUT_FOLDER, Script, Settings, parse, runs_of
-from ampfuse.experiments.training import Diverged, Job, Record, Run
+from ampfuse.experiments.training import Diverged, Job, Run, load_checkpoint, position
 
 DIVERGED = 3  # exit status; the others are in status_of()
 # What the line of a run reports of its result.
@@ -64,18 +53,18 @@ def _sweep(script: Script, args: argparse.Namespace, command: str) -> int:
     if args.data not in (None, *WITHOUT_FOLDER) and not Path(args.data).expanduser().is_dir():
         raise UsageError(f"--data {args.data}: no such folder; create it to download into it")
     _check_runs(todo, world, device)
-    label = file_name(args.GPU or device_name(device))
+    label = results.file_name(args.GPU or device_name(device))
     job = Job(device, world, args.output / label, label, bool(args.checkpoints), args.prof > 0)
     check_writable("--output", job.folder)
     todo = todo[position(todo, resume, world) :] if resume else todo
     say = (lambda text: None) if world.rank else print
     say(f"{script.title} {todo[0].data} data, on {device_name(device)}, torch {torch.__version__}.")
-    results: list[Result] = []
+    trained = []
     with world.connected(device):
         for result in train_all(todo, job, resume, command):
-            results.append(result)
+            trained.append(result)
             say(report(result, todo[0].repeats))
-    rows = rows_of(results)
+    rows = results.rows_of(trained)
     say(f"\n{make_table.table(rows, make_table.TRAINED)}\n\n{make_table.explained(rows)}")
     say(f"{'Traces' if job.profile else 'Results'}: {job.folder.absolute()}")
     return DIVERGED if any(row.diverged for row in rows) else 0
@@ -105,7 +94,7 @@ def train_all(
         length = f"i{settings.iterations}" if settings.iterations else f"e{settings.epochs}"
         parts = (settings.experiment, settings.model, settings.variant)
         numbers = f"b{settings.batch_size}-{length}-r{settings.repeat}"
-        name = resume["name"] if resume else file_name("-".join([*parts, numbers, when]))
+        name = resume["name"] if resume else results.file_name("-".join([*parts, numbers, when]))
         name = job.world.gather(name)[0]
         data = open_data(settings, job.device, job.world.rank, job.world.size)
         run = Run(settings, data, job, name, resume)
@@ -125,11 +114,9 @@ def train_all(
                 by = "torchrun, with as many processes, of " if job.world.size > 1 else ""
                 print(f"\nTo continue: {by}{command} --resume {shlex.quote(str(saved[-1]))}")
             raise
-        result = run.result(reason)
-        resume = None
+        result, resume = results.result_of(run, reason), None
         if job.folder and job.world.rank == 0 and not job.profile:
-            text = json.dumps(result, indent=1, allow_nan=False)
-            write(job.folder / f"{name}.json", f"{text}\n".encode())
+            results.save(result, job.folder / f"{name}.json")
         yield result
 
 
@@ -142,7 +129,7 @@ def report(result: Result, repeats: int = 1) -> str:
     name = f"{result['model']} {result['variant']} batch {result['batch_size']}"
     name += f", {result['repeat'] + 1} of {repeats}" if repeats > 1 else ""
     if diverged := result["diverged"]:
-        return f"{name} {ending(diverged)}.{_advice(result)}"
+        return f"{name} {results.ending(diverged)}.{_advice(result)}"
     parts = [text.format(result[n]) for n, text in _REPORTED.items() if result[n] is not None]
     if result["skipped_steps"]:
         parts.append(f"{result['skipped_steps']} steps skipped")
@@ -162,39 +149,3 @@ def _advice(result: Result) -> str:
         advice += ". O3 has neither FP32 masters nor a loss scale: try O2"
     find = "To find the first inf or NaN, wrap the step in amp.explain_overflow(model)."
     return f"{advice}.\n  {find}"
-
-
-# ---- resuming ------------------------------------------------------------------------------------
-
-# Settings in which a resumed run may differ from its checkpoint.
-_MAY_CHANGE = ("epochs", "iterations", "repeats", "print_freq", "evaluate", "workers")
-
-
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read `path`. Nothing in it is executed: it may come from anywhere."""
-    try:
-        values = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
-        if values["format"] != FORMAT:
-            raise ValueError("of another format")
-        return {**values, "name": path.stem, "record": Record(**values["record"])}
-    except OSError as error:
-        raise UsageError(f"--resume '{path}': {error.strerror}") from error
-    # torch raises nearly anything for a damaged file, and advises to execute its contents.
-    except Exception as error:
-        what = f"{path} is damaged or not a checkpoint of this version"
-        raise UsageError(f"--resume: {what}") from error
-
-
-def position(runs: Sequence[Settings], resume: dict[str, Any], world: World) -> int:
-    """The index of the run that the checkpoint continues (it may be longer now); those before it
-    are done."""
-    if (processes := len(resume["rng"])) != world.size:
-        raise UsageError(f"--resume: the checkpoint is of {processes} processes, not {world.size}")
-    saved, differing = resume["settings"], []
-    for run in map(asdict, runs):
-        names = [name for name in {**run, **saved} if name not in _MAY_CHANGE]
-        differing.append([name for name in names if run.get(name) != saved.get(name)])
-    if nearest := min(differing, key=len):
-        values = ", ".join(f"{name} {saved.get(name)}" for name in nearest)
-        raise UsageError(f"--resume: the checkpoint is of other settings: {values}")
-    return differing.index([])

@@ -1,4 +1,4 @@
-"""One run: the training loop of all experiments, its measurements, checkpoint and result.
+"""One run: the training loop of all experiments, its measurements, and its checkpoints.
 
 The host waits for the device once per interval (``--print-freq`` steps), to read losses, loss
 scales, skipped steps and times.
@@ -7,11 +7,8 @@ scales, skipped steps and times.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import io
-import json
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -21,23 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import ampfuse
 from ampfuse.command_line import UsageError
 from ampfuse.devices import device_name
 from ampfuse.experiments import distributed, models
 from ampfuse.experiments.data import Data
 from ampfuse.experiments.distributed import World
-from ampfuse.experiments.results import FORMAT, OUT_OF_MEMORY, Result, write
+from ampfuse.experiments.results import mean_of_finite, write
 from ampfuse.experiments.settings import Settings
 from ampfuse.experiments.variants import Variant, build_variant, squared_error
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, StepClock, tensor_memory
 
+FORMAT = 3  # of checkpoints
 _WARM_UP_STEPS = 2
-# The settings that a result file has at its top, and those that its conditions leave out.
-_IN_RESULT = "recipe experiment model variant batch_size optimizer repeat".split()
-_LEFT_OUT = "repeats seed iterations epochs print_freq evaluate synthetic_size".split()
-_NO_CONDITION = {*_IN_RESULT, *_LEFT_OUT}
+# Settings in which a resumed run may differ from its checkpoint.
+_MAY_CHANGE = ("epochs", "iterations", "repeats", "print_freq", "evaluate", "workers")
 
 
 class Diverged(Exception):
@@ -99,6 +94,7 @@ class Run:
         # The first steps capture the graph and are not timed.
         self._timed_from = self.steps_done + (EAGER_CALLS + 1 if settings.graph else 0)
         self.memory, self._clock = ProcessMemory(self.device), StepClock(self.device)
+        self.memory_kind = "tensors" if job.measure_tensors else self.memory.kind
         self._tensors: int | None = None  # peak bytes of the tensors of a warm-up, if measured
         self._steps: list[Tensor] = []  # loss, loss scale and skip of each step of the interval
         self.variant: Variant | None = None  # set by `train`, as what follows; first, it warms up
@@ -255,7 +251,7 @@ class Run:
             scale = intervals[-1]["loss_scale"]
             raise Diverged(f"every step overflows, even at a loss scale of {scale:.10g}")
 
-    # ---- files -----------------------------------------------------------------------------------
+    # ---- its checkpoint --------------------------------------------------------------------------
 
     def save(self) -> None:
         """Replace the run's checkpoint. All processes must call this."""
@@ -291,61 +287,6 @@ class Run:
         if "cuda" in rng and variant.device.type == "cuda":
             torch.cuda.set_rng_state(rng["cuda"], variant.device)
 
-    def result(self, reason: str | None = None) -> Result:
-        """The contents of the result file: JSON, with None in place of NaN and infinity. `reason`
-        says why the run ended early."""
-        record, settings = self.record, asdict(self.settings)
-        times = record.step_ms or [math.nan]
-        mean_ms = statistics.fmean(times)
-        images = self.settings.batch_size * self.world.size
-        at_end = (each for each in record.evaluations if each["step"] == self.steps_done)
-        test = next(at_end, {"loss": None, "accuracy": None})
-        accuracy = test["accuracy"]
-        now = datetime.datetime.now(datetime.timezone.utc)
-        result = {
-            "format": FORMAT,
-            **{name: settings[name] for name in _IN_RESULT},
-            "gpu": self.job.label,
-            "seed": self.seed,
-            "iterations": self.total,  # the intended length if the run diverged
-            "epochs": self.total / self.data.batches_per_epoch,
-            "time_s": mean_ms * self.total / 1e3,
-            "memory_mb": record.memory_bytes / 1e6 or None,
-            "memory_kind": self.memory.kind if self._tensors is None else "tensors",
-            "accuracy_pct": None if accuracy is None else 100 * accuracy,
-            "test_loss": test["loss"],
-            "images_per_s": 1e3 * images / mean_ms,
-            "images_per_s_min": 1e3 * images / max(times),
-            "images_per_s_max": 1e3 * images / min(times),
-            "loss_last": record.losses[-1] if record.losses else None,
-            "loss_mean": mean_of_finite(record.losses),
-            "loss_scale": self.variant.loss_scale() if self.variant else None,
-            "skipped_steps": record.skipped_steps,
-            "diverged": self._early_end(reason) if reason else None,
-            "conditions": {  # what repeats have in common, except the fields above
-                **{name: settings[name] for name in settings if name not in _NO_CONDITION},
-                **self.data.describe(),
-                **(self.variant.policy if self.variant else {}),
-                "world_size": self.world.size,
-                "device": device_name(self.device),
-                "torch": str(torch.__version__),
-                "ampfuse": ampfuse.__version__,
-                "cuda": torch.version.cuda,
-            },
-            "intervals": record.intervals,
-            "evaluations": record.evaluations,
-            "finished": now.isoformat(timespec="seconds"),
-        }
-        return json.loads(json.dumps(result), parse_constant=lambda name: None)
-
-    def _early_end(self, reason: str) -> dict[str, Any]:
-        """The step after the last finite loss, or that which needed more memory; the reason."""
-        if reason == OUT_OF_MEMORY:
-            return {"step": min(self.steps_done + 1, self.total), "reason": reason}
-        losses = enumerate(self.record.losses, 1)
-        last_finite = max((step for step, loss in losses if math.isfinite(loss)), default=0)
-        return {"step": min(last_finite + 1, self.steps_done), "reason": reason}
-
 
 def lr_factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> float:
     """The factor of the peak rate in step `step` (from 0) of `total`. It rises linearly over the
@@ -359,7 +300,31 @@ def lr_factor(schedule: str, step: int, total: int, warmup: float = 0.0) -> floa
     return {**shapes, "cosine": (1 + math.cos(math.pi * share)) / 2}[schedule]
 
 
-def mean_of_finite(losses: Sequence[float]) -> float | None:
-    """The mean without inf and NaN of skipped steps; None if nothing is left."""
-    finite_ones = [loss for loss in losses if math.isfinite(loss)]
-    return statistics.fmean(finite_ones) if finite_ones else None
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read `path`. Nothing in it is executed: it may come from anywhere."""
+    try:
+        values = torch.load(io.BytesIO(path.read_bytes()), map_location="cpu", weights_only=True)
+        if values["format"] != FORMAT:
+            raise ValueError("of another format")
+        return {**values, "name": path.stem, "record": Record(**values["record"])}
+    except OSError as error:
+        raise UsageError(f"--resume '{path}': {error.strerror}") from error
+    # torch raises nearly anything for a damaged file, and advises to execute its contents.
+    except Exception as error:
+        what = f"{path} is damaged or not a checkpoint of this version"
+        raise UsageError(f"--resume: {what}") from error
+
+
+def position(runs: Sequence[Settings], resume: dict[str, Any], world: World) -> int:
+    """The index of the run that the checkpoint continues (it may be longer now); those before it
+    are done."""
+    if (processes := len(resume["rng"])) != world.size:
+        raise UsageError(f"--resume: the checkpoint is of {processes} processes, not {world.size}")
+    saved, differing = resume["settings"], []
+    for run in map(asdict, runs):
+        names = [name for name in {**run, **saved} if name not in _MAY_CHANGE]
+        differing.append([name for name in names if run.get(name) != saved.get(name)])
+    if nearest := min(differing, key=len):
+        values = ", ".join(f"{name} {saved.get(name)}" for name in nearest)
+        raise UsageError(f"--resume: the checkpoint is of other settings: {values}")
+    return differing.index([])
