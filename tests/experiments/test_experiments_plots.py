@@ -164,7 +164,7 @@ def test_lines_and_error_bars_are_the_rows(source, kind, folder):
     add_e1(folder)
     rows = results.published("e1") if source == "published" else rows_of(folder)
     gpus = ("1080 Ti", "TITAN X", "V100") if source == "published" else ("A", "B")
-    title = {"published": "VGG16, published figures", "own": "VGG16 on synthetic CIFAR-10"}[source]
+    title = {"published": "vgg16, published figures", "own": "vgg16 on synthetic cifar10"}[source]
     column = {"time": "time_s", "memory": "memory_mb"}[kind]
     name = {"time": "training time of 100 iterations, s", "memory": "device memory, MB"}[kind]
     if (source, kind) == ("published", "memory"):
@@ -258,69 +258,62 @@ def test_runs_of_different_length_do_not_mix(runs, label, folder, tmp_path, caps
     assert axes.get_ylabel() == f"training time of {label}, s"
 
 
-def test_lines_of_different_length_say_so(folder):
-    for batch in (128, 256):
-        folder.add(batch_size=batch)
-        folder.add(batch_size=batch, gpu="V100", iterations=50)
+FP16, AMP = {"variant": "FP16", "precision": "O2"}, {"variant": "amp", "precision": "O1"}
+WORKERS = {"loader": "workers", "workers": 2}
+# Names of lines; batch sizes and what else differs in their runs.
+LINES = {
+    "lengths": {
+        "T4 FP32, 100 iterations": ([128, 256], {}),
+        "V100 FP32, 50 iterations": ([128, 256], {"gpu": "V100", "iterations": 50}),
+    },
+    "conditions": {
+        "FP32 (loader resident, workers None)": ([128, 256], {}),
+        "FP32 (loader workers, workers 2)": ([128, 256], WORKERS),
+        "FP16 (graph False)": ([128, 256], FP16),
+        "FP16 (graph True)": ([128, 256], FP16 | GRAPH),
+        "amp (lr 0.1)": ([128, 256], AMP | {"lr": 0.1}),
+        "amp (lr 0.2)": ([128, 256], AMP | {"lr": 0.2}),
+    },
+    "a condition that one batch size has twice": {
+        "FP32 (graph False)": ([128, 256, 512], {}),
+        "FP32 (graph True)": ([128], GRAPH),
+        "FP16 (optimizer adam)": ([128], FP16 | {"optimizer": "adam"}),
+        "FP16 (optimizer sgd)": ([128], FP16),
+    },
+}
+
+
+@pytest.mark.parametrize("differing", LINES)
+def test_lines_are_named_by_what_differs(differing, folder):
+    for batches, changes in LINES[differing].values():
+        for batch in batches:
+            folder.add(batch_size=batch, **changes)
     figure = make_plot.against_batch(rows_of(folder), "time")
-    assert legend_of(figure) == ["T4 FP32, 100 iterations", "V100 FP32, 50 iterations"]
-    assert figure.axes[0].get_ylabel() == "training time, s"
-
-
-def test_a_line_that_ends_early_says_why(folder):
-    for batch, variant in itertools.product((128, 256, 512), ("FP32", "O3")):
-        ends = batch == 512 and variant == "O3"
-        folder.add(batch_size=batch, variant=variant, diverged=divergence() if ends else None)
-    (axes,) = make_plot.against_batch(rows_of(folder), "time").axes
-    assert [x for x, _, _ in drawn_lines(axes).values()] == [[128, 256, 512], [128, 256]]
-    (text,) = axes.texts
-    assert (text.get_text().strip(), text.get_position()) == ("O3 diverged", (512, 0))
+    (axes,) = figure.axes
+    sizes = {name: batches for name, (batches, _) in LINES[differing].items()}
+    assert {name: x for name, (x, _, _) in drawn_lines(axes).items()} == sizes
+    assert legend_of(figure) == [*sizes]
+    looks = {(str(line[0]._dash_pattern), line[0].get_color()) for line in axes.containers}
+    assert len(looks) == len(sizes)
+    length = "" if differing == "lengths" else " of 100 iterations"
+    assert axes.get_ylabel() == f"training time{length}, s"
 
 
 @pytest.mark.parametrize("kind", ["time", "memory"])
-def test_a_point_says_how_many_of_its_repeats_ended_early(kind, folder):
-    for number, batch in enumerate((128, 256)):
+def test_a_figure_says_which_runs_ended_early(kind, folder):
+    """The line goes on where some of the repeats did not."""
+    for batch, ended in ((128, divergence()), (256, OUT_OF_MEMORY)):
         folder.add_repeats([5.0, 6.0], batch_size=batch)
-        folder.add(batch_size=batch, repeat=2, diverged=(divergence(), OUT_OF_MEMORY)[number])
+        folder.add(batch_size=batch, repeat=2, diverged=ended)
+        folder.add(batch_size=batch, variant="O3")
+    folder.add(batch_size=512, variant="O3", memory_mb=None, diverged=divergence())
     (axes,) = make_plot.against_batch(rows_of(folder), kind).axes
-    assert [x for x, _, _ in drawn_lines(axes).values()] == [[128, 256]]
-    found = [(text.get_text().strip(), text.get_position()) for text in axes.texts]
-    assert found == [
+    assert [x for x, _, _ in drawn_lines(axes).values()] == [[128, 256], [128, 256]]
+    assert [(text.get_text().strip(), text.get_position()) for text in axes.texts] == [
         ("FP32 1 of 3 diverged", (128, 0)),
         ("FP32 1 of 3 ran out of memory", (256, 0)),
+        ("O3 diverged", (512, 0)),
     ]
-
-
-def test_different_conditions_make_different_lines(folder):
-    names = {
-        "FP32 (loader resident, workers None)": {},
-        "FP32 (loader workers, workers 2)": {"loader": "workers", "workers": 2},
-        "FP16 (graph False)": {"variant": "FP16", "precision": "O2"},
-        "FP16 (graph True)": {"variant": "FP16", "precision": "O2", **GRAPH},
-        "amp (lr 0.1)": {"variant": "amp", "precision": "O1", "lr": 0.1},
-        "amp (lr 0.2)": {"variant": "amp", "precision": "O1", "lr": 0.2},
-    }
-    for batch, changes in itertools.product((128, 256), names.values()):
-        folder.add(batch_size=batch, **changes)
-    figure = make_plot.against_batch(rows_of(folder), "time")
-    assert [" ".join(label.split()) for label in legend_of(figure)] == [*names]
-    looks = {(str(c[0]._dash_pattern), c[0].get_color()) for c in figure.axes[0].containers}
-    assert len(looks) == 6
-
-
-def test_a_condition_that_one_batch_size_has_twice_names_the_whole_line(folder):
-    for batch in (128, 256, 512):
-        folder.add(batch_size=batch)
-    folder.add(**GRAPH)
-    folder.add(variant="FP16", precision="O2", optimizer="adam")
-    folder.add(variant="FP16", precision="O2")
-    (axes,) = make_plot.against_batch(rows_of(folder), "time").axes
-    assert {name: x for name, (x, _, _) in drawn_lines(axes).items()} == {
-        "FP32 (graph False)": [128, 256, 512],
-        "FP32 (graph True)": [128],
-        "FP16 (optimizer adam)": [128],
-        "FP16 (optimizer sgd)": [128],
-    }
 
 
 def test_own_and_published_figures_never_share_a_line(folder):
