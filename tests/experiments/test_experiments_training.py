@@ -29,7 +29,7 @@ from ampfuse.experiments.results import result_of, rows_of
 from ampfuse.experiments.settings import VARIANTS, Settings
 from ampfuse.experiments.sweep import report, train_all
 from ampfuse.experiments.training import Diverged, Job, Record, Run, load_checkpoint
-from ampfuse.experiments.variants import build_variant, squared_error
+from ampfuse.experiments.variants import Loss, Variant, build_variant, squared_error
 from ampfuse.graphs import EAGER_CALLS
 from ampfuse.measuring import ProcessMemory, tensor_memory
 
@@ -58,7 +58,10 @@ BASE = Settings(
     augment=True,
     dropout=0.2,
     print_freq=5,
+    fuse=False,  # most of a short run's time goes into it
 )
+# Four steps in an epoch.
+NOISE = dataclasses.replace(BASE, data="synthetic", synthetic_size=128, batch_size=32)
 
 
 def run_of(settings: Settings, folder: Path | None = None, resume: dict | None = None) -> Run:
@@ -72,7 +75,7 @@ def trained(settings: Settings, folder: Path | None = None, resume: dict | None 
     return run
 
 
-whole_run = functools.cache(trained)
+whole_run = functools.cache(trained)  # tests of several stops share it
 
 
 def stopped(settings: Settings, step: int, folder: Path) -> dict:
@@ -98,7 +101,7 @@ def stopped(settings: Settings, step: int, folder: Path) -> dict:
 @pytest.mark.parametrize("variant", some(CPU_VARIANTS, "O2", "O5"))
 def test_learns_in_every_variant(variant):
     settings = dataclasses.replace(
-        BASE, precision=variant, epochs=4, dropout=0.0, augment=False, lr=0.1
+        BASE, precision=variant, epochs=4, dropout=0.0, augment=False, lr=0.1, fuse=None
     )
     result = result_of(trained(settings))
     assert result["accuracy_pct"] > 60
@@ -148,25 +151,25 @@ def test_skipped_steps_are_counted_where_they_happened():
     assert result["loss_scale"] == 2.0 ** (40 - len(steps))
 
 
-def test_clipping_reaches_every_variant():
-    """With a tiny norm the weights hardly move, in any variant; without clipping they do."""
-    cases = [(variant, 1e-6, 0, 2e-4) for variant in CPU_VARIANTS] + [("fp32", None, 1e-3, 10)]
-    for variant, clip, least, most in cases:
-        options = {"momentum": 0.0, "iterations": 3, "evaluate": False, "warmup": 0.0}
-        run = run_of(dataclasses.replace(BASE, precision=variant, clip=clip, **options))
+@pytest.mark.parametrize("variant", some(CPU_VARIANTS, "fp32", "amp-fp16", "O1", "O5"))
+def test_clipping_reaches_every_variant(variant):
+    """With a tiny norm the weights hardly move; without clipping they do."""
+    options = {"momentum": 0.0, "iterations": 3, "evaluate": False, "warmup": 0.0}
+    for clip, least, most in ((1e-6, 0, 2e-4), (None, 1e-3, 10)):
+        run = run_of(dataclasses.replace(NOISE, precision=variant, clip=clip, **options))
         torch.manual_seed(0)
         before = run.build().bare_model
         run.train()
         pairs = zip(before.parameters(), run.variant.bare_model.parameters(), strict=True)
         moved = sum((b - a).float().square().sum().item() for a, b in pairs) ** 0.5
-        assert least <= moved <= most, (variant, clip)
+        assert least <= moved <= most, clip
 
 
 @pytest.mark.parametrize("optimizer", some(("sgd", "adam", "adamw"), "adamw"))
 def test_levels_follow_fp32(optimizer):
     """The same data, weights and rule in all variants: losses stay close for a while."""
-    options = {"optimizer": optimizer, "lr": 1e-3, "weight_decay": 0.01, "dropout": 0.0}
-    settings = dataclasses.replace(BASE, iterations=10, evaluate=False, **options)
+    options = {"optimizer": optimizer, "lr": 1e-3, "weight_decay": 0.01, "fuse": None}
+    settings = dataclasses.replace(BASE, model="digits8", iterations=10, evaluate=False, **options)
     losses = {
         a: trained(dataclasses.replace(settings, precision=a)).record.losses for a in CPU_VARIANTS
     }
@@ -179,8 +182,8 @@ def test_levels_follow_fp32(optimizer):
 @pytest.mark.parametrize("stop_at", some((7, 12, 17), 7, 12))
 @pytest.mark.parametrize("variant", some(("fp32", "amp-fp16", "O1", "O2", "O3", "O5"), "O1", "O2"))
 def test_a_resumed_run_has_the_same_bits(variant, stop_at, tmp_path):
-    options = {"data": "synthetic", "synthetic_size": 384, "batch_size": 32}
-    settings = dataclasses.replace(BASE, precision=variant, optimizer="adamw", lr=1e-3, **options)
+    options = {"synthetic_size": 384, "optimizer": "adamw", "lr": 1e-3, "fuse": None}
+    settings = dataclasses.replace(NOISE, precision=variant, **options)
     whole = whole_run(settings)
     saved = stopped(settings, stop_at, tmp_path)
     torch.manual_seed(1234)  # as another process would have another
@@ -194,22 +197,22 @@ def test_a_resumed_run_has_the_same_bits(variant, stop_at, tmp_path):
 
 
 def test_a_resumed_run_is_not_shorter_and_reports_no_older_accuracy(tmp_path):
-    saved = stopped(BASE, 22, tmp_path)
-    with pytest.raises(UsageError, match="has done 22 steps, but 21 are asked for"):
-        run_of(dataclasses.replace(BASE, iterations=21), tmp_path, saved)
-    longer = result_of(trained(dataclasses.replace(BASE, evaluate=False), tmp_path, saved))
-    assert [line["step"] for line in longer["evaluations"]] == [22]
+    saved = stopped(NOISE, 4, tmp_path)
+    with pytest.raises(UsageError, match="has done 4 steps, but 3 are asked for"):
+        run_of(dataclasses.replace(NOISE, iterations=3), tmp_path, saved)
+    longer = result_of(trained(dataclasses.replace(NOISE, evaluate=False), tmp_path, saved))
+    assert [line["step"] for line in longer["evaluations"]] == [4]
     assert (longer["accuracy_pct"], longer["test_loss"]) == (None, None)
 
 
 def test_a_run_that_is_resumed_on_another_device_has_the_figures_of_that_one(tmp_path):
-    saved = stopped(BASE, 22, tmp_path)
-    for device, timed in ((saved["device"], 44), ("another", 22)):
+    saved = stopped(NOISE, 4, tmp_path)
+    for device, timed in ((saved["device"], 8), ("another", 4)):
         resume = {**saved, "device": device, "record": copy.deepcopy(saved["record"])}
-        run = run_of(BASE, tmp_path, resume)
-        assert (run.record.memory_bytes > 0) == (timed == 44)
+        run = run_of(NOISE, tmp_path, resume)
+        assert (run.record.memory_bytes > 0) == (timed == 8)
         run.train()
-        assert (len(run.record.losses), len(run.record.step_ms)) == (44, timed)
+        assert (len(run.record.losses), len(run.record.step_ms)) == (8, timed)
         assert run.record.intervals[-1]["time_s"] == pytest.approx(sum(run.record.step_ms) / 1e3)
 
 
@@ -261,7 +264,7 @@ def test_an_interrupted_command_prints_the_one_that_continues(
 
 
 def test_a_divergence_that_evaluation_alone_shows():
-    run = run_of(dataclasses.replace(BASE, epochs=1))
+    run = run_of(dataclasses.replace(NOISE, epochs=1))
     batches = run.data.test_batches
     run.data.test_batches = lambda: ((x * math.inf, y) for x, y in batches())
     with pytest.raises(Diverged, match="test loss became nan"):
@@ -327,7 +330,7 @@ def test_memory_that_one_of_several_processes_lacks_ends_the_command(monkeypatch
 
 
 def test_advice_fits_the_variant():
-    result = result_of(whole_run(BASE), "the loss became nan")
+    result = result_of(trained(dataclasses.replace(NOISE, epochs=1)), "the loss became nan")
     for precision, scale, o3 in (("fp32", 0, 0), ("O5", 0, 0), ("O2", 1, 0), ("O3", 1, 1)):
         result["conditions"]["precision"] = precision
         text = report(result)
@@ -336,33 +339,32 @@ def test_advice_fits_the_variant():
         assert found == [scale, scale, o3], precision
 
 
+OVERFLOWS = "every step overflows, even at a loss scale of"
+
+
 @pytest.mark.parametrize(
     ("losses", "scale", "skipped", "said"),
     [
         ([1.0, 1.0, math.inf], 2.0, [0, 0, 1], None),  # a bad batch is skipped
-        ([math.inf] * 3, 2.0, [1] * 3, "loss became inf"),
+        ([math.inf] * 3, 2.0, [1] * 3, "the training loss became inf"),
         ([1.0] * 20, 2.0, [1] * 20, None),  # still searching
-        ([1.0] * 20, 0.5, [1] * 20, "every step overflows"),
-        ([1.0] * 20, 0.5, [0, 1] * 5 + [1] * 10, "every step overflows"),
+        ([1.0] * 20, 0.5, [1] * 20, f"{OVERFLOWS} 0.5"),
+        ([1.0] * 20, 0.5, [0, 1] * 5 + [1] * 10, f"{OVERFLOWS} 0.5"),
         ([1.0] * 20, 0.5, [1] * 10 + [0] + [1] * 9, None),
-        ([1.0, 1.0, math.nan, math.inf, math.nan], 1.0, [0] * 5, "loss became nan"),
+        ([1.0, 1.0, math.nan, math.inf, math.nan], 1.0, [0] * 5, "the training loss became nan"),
+        ([1.0] * 10, "static", [1] * 10, f"{OVERFLOWS} 128"),
     ],
 )
 def test_when_a_run_has_diverged(losses, scale, skipped, said):
-    run, freq = run_of(BASE), BASE.print_freq
+    static = scale == "static"
+    run = run_of(dataclasses.replace(NOISE, loss_scale=128.0 if static else None))
     run.steps_done, run.record = len(losses), Record(losses=losses)
-    for first in range(0, len(losses), freq):
-        overflows = [first + i for i, x in enumerate(skipped[first : first + freq], 1) if x]
-        run.record.intervals.append({"loss_scale": scale, "overflow_steps": overflows})
+    for first in range(0, len(losses), run.settings.print_freq):
+        interval = enumerate(skipped[first : first + run.settings.print_freq], first + 1)
+        overflows = [step for step, is_skipped in interval if is_skipped]
+        scale_then = 128.0 if static else scale
+        run.record.intervals.append({"loss_scale": scale_then, "overflow_steps": overflows})
     with pytest.raises(Diverged, match=said) if said else contextlib.nullcontext():
-        run._raise_if_diverged()
-
-
-def test_ten_overflows_in_a_row_at_a_static_scale_end_a_run():
-    run = run_of(dataclasses.replace(BASE, loss_scale=128.0))
-    run.steps_done, run.record = 10, Record(losses=[1.0] * 10)
-    run.record.intervals.append({"loss_scale": 128.0, "overflow_steps": [*range(1, 11)]})
-    with pytest.raises(Diverged, match="every step overflows, even at a loss scale of 128"):
         run._raise_if_diverged()
 
 
@@ -375,8 +377,12 @@ def test_prof_writes_a_trace_and_no_result(tmp_path, capsys):
     assert {"aten::addmm", "aten::mse_loss"} <= names
 
 
-@pytest.mark.parametrize("variant_name", CPU_VARIANTS)
-def test_what_a_step_returns_and_whose_kernels_it_uses(variant_name):
+def variant_of(loss_of: Loss = nn.functional.cross_entropy, **settings: object) -> Variant:
+    return build_variant(dataclasses.replace(BASE, **settings), nn.Linear(4, 3), loss_of, CPU)
+
+
+@pytest.mark.parametrize("precision", CPU_VARIANTS)
+def test_what_a_step_returns_and_whose_kernels_it_uses(precision):
     """Tensors, so that no variant waits for the device; torch.amp in BF16 uses torch's kernels."""
 
     def loss_of(outputs, targets):
@@ -384,46 +390,42 @@ def test_what_a_step_returns_and_whose_kernels_it_uses(variant_name):
         return nn.functional.cross_entropy(outputs.float(), targets)
 
     ours = []
-    settings = dataclasses.replace(BASE, precision=variant_name)
-    variant = build_variant(settings, nn.Linear(4, 3), loss_of, CPU)
+    variant = variant_of(loss_of, precision=precision)
     for value in variant.step(torch.randn(8, 4), torch.randint(3, (8,))):
         assert (value.dtype, value.shape) == (torch.float32, ())
-    assert ours == [variant_name not in ("fp32", "O0", "amp-bf16")]
+    assert ours == [precision not in ("fp32", "O0", "amp-bf16")]
 
 
 def test_momentum_of_zeros_is_for_steps_that_can_be_skipped():
     for precision, buffers in (("fp32", 0), ("amp-bf16", 0), ("amp-fp16", 2)):
-        settings = dataclasses.replace(BASE, precision=precision)
-        variant = build_variant(settings, nn.Linear(4, 3), nn.functional.cross_entropy, CPU)
-        assert len(variant.optimizer.state) == buffers
+        assert len(variant_of(precision=precision).optimizer.state) == buffers
 
 
 @pytest.mark.parametrize("precision", ["amp-fp16", "O2"])
-def test_growth_interval_is_the_settings(precision):
-    settings = dataclasses.replace(BASE, precision=precision, growth_interval=2)
-    variant = build_variant(settings, nn.Linear(4, 3), lambda out, _: out.float().mean() / 99, CPU)
-    _, scale, skipped = zip(*(variant.step(torch.randn(8, 4), None) for _ in range(5)), strict=True)
+def test_loss_scales_of_the_settings(precision):
+    """A dynamic one grows after each interval; a static one stays, even after an overflow."""
+
+    def steps(factors: list[float], **settings: object) -> list[tuple[float, float]]:
+        def loss_of(outputs: torch.Tensor, factor: float) -> torch.Tensor:
+            return outputs.float().mean() * factor
+
+        variant = variant_of(loss_of, precision=precision, **settings)
+        values = (variant.step(torch.randn(8, 4), factor) for factor in factors)
+        return [(float(scale), float(skipped)) for _, scale, skipped in values]
+
+    scales, skipped = zip(*steps([0.01] * 5, growth_interval=2), strict=True)
     assert not any(skipped)
-    assert [value / scale[0] for value in scale] == [1, 1, 2, 2, 4]
-
-
-@pytest.mark.parametrize("precision", ["amp-fp16", "O2"])
-def test_a_static_scale_stays_after_an_overflow(precision):
-    factors = iter((math.inf, 1.0, 1.0))
-    settings = dataclasses.replace(BASE, precision=precision, loss_scale=512.0)
-    build = functools.partial(build_variant, settings, nn.Linear(4, 3))
-    variant = build(lambda out, _: out.float().mean() * next(factors), CPU)
-    scales = [float(variant.step(torch.randn(8, 4), None)[1]) for _ in range(3)]
-    assert scales == [512.0] * 3
+    assert [scale / scales[0] for scale in scales] == [1, 1, 2, 2, 4]
+    assert [scale for scale, _ in steps([math.inf, 1.0, 1.0], loss_scale=512.0)] == [512] * 3
 
 
 def test_the_line_of_a_run_has_its_zeros_and_not_what_was_not_measured():
-    run = trained(dataclasses.replace(BASE, iterations=4))
+    run = trained(NOISE)
     result = result_of(run)
     run.record.step_ms = []  # a graph's first steps are not timed: no division by zero
     untimed = result_of(run)
     assert untimed["time_s"] is None
-    assert report(untimed).startswith("wrn10_1 O2 batch 64: loss ")
+    assert report(untimed).startswith("wrn10_1 O2 batch 32: loss ")
     assert "| O2" in make_table.table(rows_of([untimed]), make_table.TRAINED)
     result |= {"loss_last": 0.0, "test_loss": 0.0, "accuracy_pct": 0.0, "skipped_steps": 0}
     assert report(result).endswith(" images/s, loss 0.0000, test loss 0.0000, test accuracy 0.0%")
@@ -447,17 +449,17 @@ def test_memory_of_a_run_is_its_own():
 
 def test_blocks_from_before_do_not_lower_the_peak():
     """Not even at an address where an earlier measurement saw a block."""
-    for _ in range(100):
+    seen, old = set(), []
+    while not old:
         with tensor_memory(CPU):
-            block = torch.empty(1 << 16)
-        address = block.data_ptr()
-        del block
-        block = torch.empty(1 << 16)
-        if block.data_ptr() == address:
-            break
-    assert block.data_ptr() == address
+            blocks = [torch.empty(1 << 16) for _ in range(8)]
+        seen |= {block.data_ptr() for block in blocks}
+        del blocks
+        old = [
+            block for block in [torch.empty(1 << 16) for _ in range(8)] if block.data_ptr() in seen
+        ]
     with tensor_memory(CPU) as peak:
-        del block
+        old.clear()
         torch.empty(1 << 15)
     assert peak.mib == 4 * (1 << 15) / 2**20
 
