@@ -62,10 +62,10 @@ def test_repeats_become_mean_and_sample_deviation(folder):
     row, untimed = rows_of(folder)
     assert (row.source, row.n, row.skipped_steps) == ("measured", 3, 1)
     for name in names:
-        assert getattr(row, name) == (41, 1)
+        assert (getattr(row, f"{name}_mean"), getattr(row, f"{name}_std")) == (41, 1)
     assert (row.images_per_s_min, row.images_per_s_max) == (898, 2002)
-    assert untimed.time_s.mean is untimed.images_per_s.mean is None
-    assert (untimed.memory_mb, untimed.n) == ((1500, None), 1)
+    assert untimed.time_s_mean is untimed.images_per_s_mean is None
+    assert (untimed.memory_mb_mean, untimed.memory_mb_std, untimed.n) == (1500, None, 1)
 
 
 WORDS = "variant precision gpu device recipe model data loader loss_scale_of torch".split()
@@ -85,13 +85,13 @@ def test_a_repeated_command_replaces_its_samples(folder):
     folder.add_repeats([9.0, 9.0])
     folder.add_repeats([5.0, 6.0])
     (row,) = rows_of(folder)
-    assert (row.n, row.time_s.mean) == (2, 5.5)
+    assert (row.n, row.time_s_mean) == (2, 5.5)
     folder.add(repeat=0, time_s=4.0, loss_scale=2.0)
     (row,) = rows_of(folder)
-    assert (row.n, row.time_s.mean, row.scale, row.date[-8:-6]) == (2, 5.0, 2.0, "05")
+    assert (row.n, row.time_s_mean, row.scale, row.date[-8:-6]) == (2, 5.0, 2.0, "05")
     folder.add(repeat=0, seed=1, time_s=8.0)  # the second repeat's seed as a command of its own
     (row,) = rows_of(folder)
-    assert (row.n, row.time_s.mean) == (2, 6.0)
+    assert (row.n, row.time_s_mean) == (2, 6.0)
 
 
 def test_diverged_runs_count_for_memory_alone(folder):
@@ -112,7 +112,7 @@ def test_diverged_runs_count_for_memory_alone(folder):
     names = ("time_s", "accuracy_pct", "loss_last", "memory_mb")
     for row, n, values in ((some, 3, [5.5, 41, 1.5, 2000]), (all_, 1, [None, None, None, 3000])):
         assert (row.n, row.diverged, row.iterations) == (n, 1, 100)
-        assert [getattr(row, name).mean for name in names] == values
+        assert [getattr(row, f"{name}_mean") for name in names] == values
     assert some.note == "1 of 3 diverged in step 31: the training loss became nan"
     assert all_.note.startswith("diverged in step 31")
 
@@ -177,8 +177,8 @@ def test_lines_and_error_bars_are_the_rows(source, kind, folder):
     for label, (x, y, spread) in lines.items():
         of_line = [row for row in rows if f"{row.gpu} {row.variant}" == label]
         sizes = [row.batch_size for row in of_line]
-        assert (x, y) == (sizes, [getattr(row, column).mean for row in of_line])
-        assert spread == pytest.approx([getattr(row, column).std for row in of_line])
+        assert (x, y) == (sizes, [getattr(row, f"{column}_mean") for row in of_line])
+        assert spread == pytest.approx([getattr(row, f"{column}_std") for row in of_line])
     (plain,) = make_plot.against_batch(rows, kind).axes
     assert not any(spread for _, _, spread in drawn_lines(plain).values())
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("batch size", name)

@@ -139,9 +139,9 @@ def against_batch(rows: Sequence[Row], kind: str, *, std: bool = False) -> Figur
     from matplotlib.figure import Figure
 
     column, what, unit = _KINDS[kind]
-    value_of = operator.attrgetter(f"{column}.mean")
-    rows = [row for row in rows if row.batch_size and (value_of(row) or row.diverged)]
-    if not any(map(value_of, rows)):
+    mean_of = operator.attrgetter(f"{column}_mean")
+    rows = [row for row in rows if row.batch_size and (mean_of(row) or row.diverged)]
+    if not any(map(mean_of, rows)):
         return None
     by_name = lines(rows)
     if kind == "time" and len(lengths := _lengths(by_name)) == 1:
@@ -198,9 +198,9 @@ def _draw(axes: Axes, by_name: Lines, column: str, *, are_bars: bool, std: bool)
         points = []
         for row in sorted(members, key=lambda row: row.batch_size):
             x = bar if are_bars else row.batch_size
-            value = getattr(row, column)
-            if value.mean:
-                points.append((x, value.mean, value.std or 0))
+            mean, deviation = (getattr(row, f"{column}_{part}") for part in ("mean", "std"))
+            if mean:
+                points.append((x, mean, deviation or 0))
             if row.diverged:
                 what = row.note.partition(" in step")[0]  # such as "2 of 3 diverged"
                 text = f"  {row.variant} {what}"

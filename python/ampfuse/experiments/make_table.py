@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ampfuse.command_line import UsageError, check_writable, run_alone
 from ampfuse.experiments import results
-from ampfuse.experiments.results import RECIPES, Row, Statistic
+from ampfuse.experiments.results import RECIPES, Row
 from ampfuse.experiments.settings import VARIANTS
 
 
@@ -118,8 +118,7 @@ def _device(row: Row) -> str:
 def _shown(row: Row, name: str, factor: float = 1.0) -> str:
     """The cell of field `name`: a word or a number, measured ones with four significant digits;
     mean and deviation of repeats."""
-    value = getattr(row, name)
-    mean, std = value if isinstance(value, Statistic) else (value, None)
+    mean, std = getattr(row, name), getattr(row, f"{name.removesuffix('_mean')}_std", None)
     if mean is None or isinstance(mean, str):
         return mean or ""
     places = 6
@@ -144,18 +143,18 @@ _OF_ALL: dict[str, Callable[[Row], str]] = {
     "batch size": _cell("batch_size"),
     "iterations": _cell("iterations"),
     "epochs": _cell("epochs"),
-    "time, s": _cell("time_s"),
-    "images/s": _cell("images_per_s"),
+    "time, s": _cell("time_s_mean"),
+    "images/s": _cell("images_per_s_mean"),
     "min": _cell("images_per_s_min"),
     "max": _cell("images_per_s_max"),
-    "memory, MB": _cell("memory_mb"),
-    "accuracy, %": _cell("accuracy_pct"),
-    "loss last": _cell("loss_last"),
-    "loss mean": _cell("loss_mean"),
+    "memory, MB": _cell("memory_mb_mean"),
+    "accuracy, %": _cell("accuracy_pct_mean"),
+    "loss last": _cell("loss_last_mean"),
+    "loss mean": _cell("loss_mean_mean"),
     "n": _cell("n"),
 }
 _OF_MEASURED: dict[str, Callable[[Row], str]] = {
-    "step, ms": lambda row: _shown(row, "time_s", 1e3 / row.iterations),
+    "step, ms": lambda row: _shown(row, "time_s_mean", 1e3 / row.iterations),
     "skipped": lambda row: f"{row.skipped_steps:.4g}",
     "scale": lambda row: "" if row.scale is None else f"{row.scale:,.10g}",
     "outcome": lambda row: row.note,

@@ -12,10 +12,10 @@ import os
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -123,22 +123,14 @@ def mean_of_finite(losses: Sequence[float]) -> float | None:
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-class Statistic(NamedTuple):
-    """The mean over the repeats, and their sample standard deviation."""
-
-    mean: float | None = None
-    std: float | None = None
-
-
-_NONE = Statistic()
-
-
 @dataclass(kw_only=True)
 class Row:
     """One variant at one size: a published line, or all repeats of a run.
 
-    Unknown fields are None. In measured rows, `conditions` has everything else that the repeats
-    have in common, and `runs` their result files. Diverged runs contribute to `memory_mb` only.
+    The fields are the columns of the published CSV files and ours; unknown ones are None. "_mean"
+    is over the repeats, and "_std" their sample standard deviation; diverged runs contribute to
+    memory only. In measured rows, `conditions` has everything else that the repeats have in common,
+    and `runs` their result files.
     """
 
     source: str  # "measured" or "published"
@@ -152,12 +144,18 @@ class Row:
     iterations: int | None = None
     epochs: float | None = None
     platform: str | None = None
-    time_s: Statistic = _NONE
-    memory_mb: Statistic = _NONE
-    accuracy_pct: Statistic = _NONE
-    images_per_s: Statistic = _NONE
-    loss_last: Statistic = _NONE
-    loss_mean: Statistic = _NONE
+    time_s_mean: float | None = None
+    time_s_std: float | None = None
+    memory_mb_mean: float | None = None
+    memory_mb_std: float | None = None
+    accuracy_pct_mean: float | None = None
+    accuracy_pct_std: float | None = None
+    images_per_s_mean: float | None = None
+    images_per_s_std: float | None = None
+    loss_last_mean: float | None = None
+    loss_last_std: float | None = None
+    loss_mean_mean: float | None = None
+    loss_mean_std: float | None = None
     images_per_s_min: float | None = None
     images_per_s_max: float | None = None
     n: int | None = None
@@ -172,23 +170,15 @@ class Row:
     runs: list[Result] = field(default_factory=list)
 
 
-# The fields that have a mean and a deviation, and those that repeats have in common.
-_STATISTICS = [column.name for column in fields(Row) if isinstance(column.default, Statistic)]
+# The figures with a mean and a deviation, and the fields that repeats have in common.
+_FIGURES = "time_s memory_mb accuracy_pct images_per_s loss_last loss_mean".split()
 SHARED = "recipe experiment model gpu variant batch_size optimizer iterations epochs".split()
 
 
 def records(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """`rows` without their runs, as flat dictionaries, for a CSV or a DataFrame."""
-    flat = []
-    for row in rows:
-        record: dict[str, Any] = {}
-        for name, value in vars(row).items():
-            if isinstance(value, Statistic):
-                record |= {f"{name}_mean": value.mean, f"{name}_std": value.std}
-            elif name not in ("conditions", "runs"):
-                record[name] = value
-        flat.append(record | row.conditions)
-    return flat
+    flat = [vars(row) | row.conditions for row in rows]
+    return [{n: v for n, v in each.items() if n not in ("conditions", "runs")} for each in flat]
 
 
 def differing(rows: Sequence[Row], shared: Sequence[str]) -> list[str]:
@@ -215,17 +205,11 @@ def _conditions(row: Row) -> dict[str, Any]:
 def published(recipe: str) -> list[Row]:
     """The figures of write-up `recipe` ("e1" to "e5"), as they were published."""
     file = resources.files("ampfuse.experiments") / "published" / f"{recipe}.csv"
-    rows = []
-    for line in csv.DictReader(file.read_text().splitlines()):
-        cells: dict[str, Any] = {name: _value(text) for name, text in line.items() if text}
-        for name in _STATISTICS:
-            mean, std = (cells.pop(f"{name}_{part}", None) for part in Statistic._fields)
-            cells[name] = Statistic(mean, std)
-        rows.append(Row(**cells))
-    return rows
+    lines = csv.DictReader(file.read_text().splitlines())
+    return [Row(**{name: _value(text) for name, text in line.items() if text}) for line in lines]
 
 
-def _value(text: str) -> float | str:
+def _value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -280,10 +264,16 @@ def _row_of(runs: list[Result]) -> Row:
     if diverged:
         some = f"{len(diverged)} of {len(runs)} " if len(runs) > 1 else ""
         note = some + ending(diverged[0])
+    figures: dict[str, float | None] = {}
+    for name in _FIGURES:
+        counted = runs if name == "memory_mb" else sound
+        values = [run[name] for run in counted if run[name] is not None]
+        figures[f"{name}_mean"] = statistics.fmean(values) if values else None
+        figures[f"{name}_std"] = statistics.stdev(values) if values[1:] else None
     return Row(
         source="measured",
         **{name: last[name] for name in SHARED},
-        **{name: _statistic(runs if name == "memory_mb" else sound, name) for name in _STATISTICS},
+        **figures,
         images_per_s_min=min((run["images_per_s_min"] for run in timed), default=None),
         images_per_s_max=max((run["images_per_s_max"] for run in timed), default=None),
         n=len(runs),
@@ -296,12 +286,6 @@ def _row_of(runs: list[Result]) -> Row:
         conditions=last["conditions"],
         runs=sorted(runs, key=lambda run: run["seed"]),
     )
-
-
-def _statistic(runs: list[Result], name: str) -> Statistic:
-    values = [run[name] for run in runs if run[name] is not None]
-    mean = statistics.fmean(values) if values else None
-    return Statistic(mean, statistics.stdev(values) if values[1:] else None)
 
 
 # ---- choosing ------------------------------------------------------------------------------------
