@@ -83,7 +83,6 @@ WRONG = {
         "--model vgg99": "unknown model 'vgg99': the models are vgg16, wrn28_10, ",
         "--model wrn11_1": "wrn11_1: the depth must be 6n + 4 (10, 16, 22, ...)",
         "--model wrn10_0": "the width at least 1",
-        "-b 5000 --variant fp32": "5000",
     },
     "train cifar --device cpu --data empty": {  # before the data is read
         "--model vgg99": "unknown model 'vgg99'",

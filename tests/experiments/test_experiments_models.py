@@ -52,16 +52,13 @@ def test_published_sizes(name, channels, count):
 
 
 def test_wide_resnet():
-    """The second and the third stage halve the image; dropout is for training alone."""
-    model = models.build("wrn16_2", classes=10, channels=3, image_size=32, dropout=0.5)
+    """The second and the third stage halve the image."""
+    model = models.build("wrn16_2", classes=10, channels=3, image_size=32)
     shapes = []
     for block in model[1]:
         block.register_forward_hook(lambda *call: shapes.append(tuple(call[2].shape[1:])))
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        assert model.train()(images).ne(model(images)).any()
-        assert torch.equal(model.eval()(images), model(images))
-    assert shapes[:6] == [(32, 32, 32)] * 2 + [(64, 16, 16)] * 2 + [(128, 8, 8)] * 2
+    model(torch.randn(2, 3, 32, 32))
+    assert shapes == [(32, 32, 32)] * 2 + [(64, 16, 16)] * 2 + [(128, 8, 8)] * 2
 
 
 def test_mlp():
@@ -91,5 +88,6 @@ def test_weights_follow_torchs_seed(name):
         model = models.build(name, classes=10, channels=1, image_size=32)
         return nn.utils.parameters_to_vector(model.parameters())
 
-    assert torch.equal(weights(1), weights(1))
-    assert weights(1).ne(weights(2)).any()
+    first = weights(1)
+    assert torch.equal(first, weights(1))
+    assert first.ne(weights(2)).any()

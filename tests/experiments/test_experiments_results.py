@@ -1,4 +1,5 @@
-"""The tables: published rows as published, own ones beside them and labelled; the CSV."""
+"""Result files as rows, and their tables: published rows as published, own ones beside them and
+labelled; the CSV."""
 
 import argparse
 import csv
@@ -6,33 +7,103 @@ from importlib import resources
 
 import pytest
 
+from ampfuse.command_line import UsageError
 from ampfuse.experiments import make_table, results
 from experiment_files import ResultFolder, divergence
-
-# Column of the published CSVs, by the header of the table.
-COLUMNS = {
-    "environment": "platform",
-    "GPU": "gpu",
-    "batch size": "batch_size",
-    "time, s": "time_s",
-    "images/s": "images_per_s",
-    "min": "images_per_s_min",
-    "max": "images_per_s_max",
-    "memory, MB": "memory_mb",
-    "accuracy, %": "accuracy_pct",
-    "loss last": "loss_last",
-    "loss mean": "loss_mean",
-    **{
-        name: name
-        for name in ("model", "variant", "optimizer", "iterations", "epochs", "n", "note")
-    },
-}
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> ResultFolder:
     monkeypatch.chdir(tmp_path)
     return ResultFolder(tmp_path / "results")
+
+
+def test_repeats_become_mean_and_sample_deviation(folder):
+    names = ("time_s", "memory_mb", "accuracy_pct", "images_per_s", "loss_last", "loss_mean")
+    for n in range(3):
+        speeds = {"images_per_s_min": 900.0 - n, "images_per_s_max": 2000.0 + n}
+        folder.add(repeat=n, skipped_steps=n, **speeds, **dict.fromkeys(names, 40.0 + n))
+    folder.add(gpu="V100", **dict.fromkeys(("time_s", "images_per_s", "images_per_s_min")))
+    row, untimed = results.measured()
+    assert (row.source, row.n, row.skipped_steps) == ("measured", 3, 1)
+    for name in names:
+        assert (getattr(row, f"{name}_mean"), getattr(row, f"{name}_std")) == (41, 1)
+    assert (row.images_per_s_min, row.images_per_s_max) == (898, 2002)
+    assert untimed.time_s_mean is untimed.images_per_s_mean is None
+    assert (untimed.memory_mb_mean, untimed.memory_mb_std, untimed.n) == (1500, None, 1)
+
+
+WORDS = "variant precision gpu device recipe model data loader loss_scale_of torch".split()
+NUMBERS = "batch_size iterations epochs world_size lr".split()
+DIFFERENCES = {**dict.fromkeys(WORDS, "other"), **dict.fromkeys(NUMBERS, 7), "graph": True}
+
+
+def test_runs_that_differ_in_more_than_the_seed_are_not_repeats(folder):
+    folder.add(repeat=0)
+    folder.add(repeat=1)
+    for name, value in DIFFERENCES.items():
+        folder.add(repeat=2, **{name: value})
+    assert sorted(row.n for row in results.measured()) == [1] * len(DIFFERENCES) + [2]
+
+
+def test_a_repeated_command_replaces_its_samples(folder):
+    folder.add_repeats([9.0, 9.0])
+    folder.add_repeats([5.0, 6.0])
+    (row,) = results.measured()
+    assert (row.n, row.time_s_mean) == (2, 5.5)
+    folder.add(repeat=0, time_s=4.0, loss_scale=2.0)
+    (row,) = results.measured()
+    assert (row.n, row.time_s_mean, row.scale, row.date[-8:-6]) == (2, 5.0, 2.0, "05")
+    folder.add(repeat=0, seed=1, time_s=8.0)  # the second repeat's seed as a command of its own
+    (row,) = results.measured()
+    assert (row.n, row.time_s_mean) == (2, 6.0)
+
+
+def test_diverged_runs_count_for_memory_alone(folder):
+    """They have their intended length."""
+    o3 = {"precision": "O3", "variant": "O3"}
+    folder.add_repeats([5.0, 6.0], **o3)
+    diverged = {
+        **o3,
+        "time_s": 0.1,
+        "memory_mb": 3000.0,
+        "loss_last": None,
+        "accuracy_pct": 7.0,  # of an epoch before
+        "diverged": divergence(31),
+    }
+    folder.add(repeat=2, **diverged)
+    folder.add(gpu="V100", **diverged)
+    some, all_ = results.measured()
+    names = ("time_s", "accuracy_pct", "loss_last", "memory_mb")
+    for row, n, values in ((some, 3, [5.5, 41, 1.5, 2000]), (all_, 1, [None, None, None, 3000])):
+        assert (row.n, row.diverged, row.iterations) == (n, 1, 100)
+        assert [getattr(row, f"{name}_mean") for name in names] == values
+    assert some.note == "1 of 3 diverged in step 31: the training loss became nan"
+    assert all_.note.startswith("diverged in step 31")
+
+
+def test_an_unreadable_file_is_named(folder):
+    good = folder.add()
+    good.with_name("run1.trace.json").write_text("{}")  # the profiler's
+    assert len(results.measured()) == 1
+    text = good.read_text()
+    for bad in (
+        text[: len(text) // 2],
+        '{"loss": 1}',
+        text.replace('"format": 3', '"format": 2'),
+        "[]",
+        text.replace('"batch_size": 128', '"batch": 128'),
+        text.replace('"time_s": 5.0', '"time_s": "5.0"'),
+        text.replace('"images_per_s": 2560.0, ', ""),
+        "\x00\x01",
+    ):
+        good.with_name("bad.json").write_text(bad)
+        with pytest.raises(UsageError, match=r"bad\.json is damaged or not a result file") as error:
+            results.measured()
+        assert "\n" not in str(error.value)
+
+
+# ---- tables -------------------------------------------------------------------------------------
 
 
 def parsed(markdown: str) -> list[dict[str, str]]:
@@ -63,6 +134,26 @@ def number(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
+
+
+# Column of the published CSVs, by the header of the table.
+COLUMNS = {
+    "environment": "platform",
+    "GPU": "gpu",
+    "batch size": "batch_size",
+    "time, s": "time_s",
+    "images/s": "images_per_s",
+    "min": "images_per_s_min",
+    "max": "images_per_s_max",
+    "memory, MB": "memory_mb",
+    "accuracy, %": "accuracy_pct",
+    "loss last": "loss_last",
+    "loss mean": "loss_mean",
+    **{
+        name: name
+        for name in ("model", "variant", "optimizer", "iterations", "epochs", "n", "note")
+    },
+}
 
 
 @pytest.mark.parametrize("recipe", results.RECIPES)
