@@ -1,5 +1,5 @@
-"""Result files (:func:`result_of` makes what they contain), and the rows of tables and figures: of
-result files (:func:`measured`) and of write-ups (:func:`published`)."""
+"""Result files (:func:`result_of` says what is in one), and the rows of tables and figures, which
+come from these files (:func:`measured`) and from write-ups (:func:`published`)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ampfuse.devices import device_name
 if TYPE_CHECKING:
     from ampfuse.experiments.training import Run
 
-FORMAT = 3
-Result = dict[str, Any]  # the contents of a result file, see result_of()
+FORMAT = 3  # of result files
+Result = dict[str, Any]  # the contents of one
 OUT_OF_MEMORY = "out of memory"  # the reason of a run that ended so, under "diverged"
 # The script of each recipe, and the title of each script.
 RECIPES = {"e1": "cifar", "e2": "cifar", "e3": "cifar", "e4": "imagenet", "e5": "mnist"}

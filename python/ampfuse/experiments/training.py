@@ -126,27 +126,21 @@ class Run:
         from tqdm import tqdm
 
         self._start()
-        variant = self.variant
-        settings = self.settings
+        settings, total = self.settings, self.total
         title = f"{settings.model} {settings.variant} {settings.repeat + 1}/{settings.repeats}"
         hidden = True if self.world.rank else None  # None: hidden unless in a terminal
-        bar = tqdm(
-            desc=title, total=self.total, initial=self.steps_done, leave=False, disable=hidden
-        )
+        bar = tqdm(desc=title, total=total, initial=self.steps_done, leave=False, disable=hidden)
         with bar as self._bar, self._profile():
             self._clock.resume()
-            while self.steps_done < self.total:
-                batches = self.data.train_batches(
-                    *divmod(self.steps_done, self.data.batches_per_epoch)
-                )
-                for inputs, targets in islice(batches, self.total - self.steps_done):
-                    factor = lr_factor(
-                        settings.schedule, self.steps_done, self.total, settings.warmup
-                    )
-                    self._lr = settings.lr * factor
-                    variant.set_lr(self._lr)
+            while self.steps_done < total:
+                epoch, start = divmod(self.steps_done, self.data.batches_per_epoch)
+                batches = self.data.train_batches(epoch, start)
+                for inputs, targets in islice(batches, total - self.steps_done):
                     # Nothing here waits for the device.
-                    self._record_step(*variant.step(inputs, targets))
+                    factor = lr_factor(settings.schedule, self.steps_done, total, settings.warmup)
+                    self._lr = settings.lr * factor
+                    self.variant.set_lr(self._lr)
+                    self._record_step(*self.variant.step(inputs, targets))
                 self._end_epoch()
 
     def _start(self) -> None:
