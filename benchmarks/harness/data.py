@@ -18,13 +18,13 @@ def digits(side: int) -> tuple[Tensor, ...]:
 
     Pixels are repeated, as those of the published losses were.
     """
-    train, test, properties = sets.digits(8)
-    (mean,), (std,) = properties.mean, properties.std
+    both = sets.digits(8)
+    (mean,), (std,) = both.mean, both.std
 
     def images(part: sets.Split) -> Tensor:
         return F.interpolate((part.images / 255 - mean) / std, side)
 
-    return images(train), train.labels, images(test), test.labels
+    return images(both.train), both.train.labels, images(both.test), both.test.labels
 
 
 _ADJECTIVES, _NOUNS, _VERBS = 40, 120, 80

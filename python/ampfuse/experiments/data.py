@@ -43,19 +43,11 @@ def generator(*key: object) -> torch.Generator:
 # ---- sets ----------------------------------------------------------------------------------------
 
 
-class DatasetProperties(NamedTuple):
-    """`mean` and `std` of the pixels are per channel, scaled to [0, 1]."""
-
-    channels: int
-    classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-PROPERTIES = {
-    "mnist": DatasetProperties(1, 10, (0.1307,), (0.3081,)),
-    "cifar10": DatasetProperties(3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "imagenet": DatasetProperties(3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+# Channels, classes, and mean and standard deviation of the pixels.
+_PUBLISHED = {
+    "mnist": (1, 10, (0.1307,), (0.3081,)),
+    "cifar10": (3, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "imagenet": (3, 1000, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 # What a folder must contain, and the pattern of files that may be damaged. Workers open ImageNet's.
 _FILES = {
@@ -73,9 +65,14 @@ class Split(NamedTuple):
 
 
 class ImageSet(NamedTuple):
+    """`mean` and `std` of the pixels are per channel, scaled to [0, 1]."""
+
     train: Split
     test: Split
-    properties: DatasetProperties
+    channels: int
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
 
 def resized(images: Tensor, size: int) -> Tensor:
@@ -93,7 +90,6 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
     from torchvision import datasets
 
     root = Path(folder).expanduser()
-    properties = PROPERTIES[kind]
     try:
         if kind == "imagenet":
             parts = [datasets.ImageFolder(root / name) for name in ("train", "val")]
@@ -101,7 +97,7 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
                 raise ValueError(f"not in both train and val: {', '.join(sorted(differing))}")
             pairs = (zip(*part.samples, strict=True) for part in parts)
             splits = [Split(paths, torch.tensor(labels)) for paths, labels in pairs]
-            return ImageSet(*splits, properties._replace(classes=len(parts[0].classes)))
+            return ImageSet(*splits, *_PUBLISHED[kind])._replace(classes=len(parts[0].classes))
         source = datasets.CIFAR10 if kind == "cifar10" else datasets.MNIST
         splits = []
         for train in (True, False):
@@ -109,10 +105,10 @@ def read_files(kind: str, folder: str, image_size: int) -> ImageSet:
             images, labels = torch.as_tensor(part.data), torch.as_tensor(part.targets)
             images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2)
             low, high = labels.min(), labels.max()
-            if len(labels) != len(images) or not 0 <= low <= high < properties.classes:
+            if len(labels) != len(images) or not 0 <= low <= high < 10:
                 raise ValueError(f"{len(labels)} labels, {low} to {high}, for {len(images)} images")
             splits.append(Split(resized(images, image_size), labels))
-        return ImageSet(*splits, properties)
+        return ImageSet(*splits, *_PUBLISHED[kind])
     except Exception as error:  # torchvision raises nearly anything for damaged files
         expected, pattern = _FILES[kind]
         files = ", ".join(map(str, sorted(root.glob(pattern) if pattern else ())))
@@ -136,7 +132,7 @@ def digits(image_size: int) -> ImageSet:
     parts = train_test_split(range(len(labels)), **options)
     train, test = (Split(images[part], labels[part]) for part in parts)
     std, mean = torch.std_mean(train.images.double() / 255, correction=0)
-    return ImageSet(train, test, DatasetProperties(1, 10, (mean.item(),), (std.item(),)))
+    return ImageSet(train, test, 1, 10, (mean.item(),), (std.item(),))
 
 
 _TEST_BATCHES = 4  # at most, of noise
@@ -145,17 +141,17 @@ _TEST_BATCHES = 4  # at most, of noise
 def synthetic(kind: str, settings: Settings, world_size: int) -> ImageSet:
     """Noise in the shape of `kind`. To train, `synthetic_size` images (default: 2048, or more in
     four batches); to test a quarter, but at most four batches per process."""
-    properties = PROPERTIES[kind]
+    channels, classes, *_ = _PUBLISHED[kind]
     random = generator("synthetic", settings.seed)
     together = settings.batch_size * world_size
     count = max(settings.synthetic_size or max(2048, 4 * settings.batch_size), together)
     splits = []
     for n in (count, min(-(-count // 4), _TEST_BATCHES * together)):
-        shape = (n, properties.channels, settings.image_size, settings.image_size)
+        shape = (n, channels, settings.image_size, settings.image_size)
         pixels = torch.randint(256, shape, dtype=torch.uint8, generator=random)
-        labels = torch.randint(properties.classes, (n,), generator=random)
+        labels = torch.randint(classes, (n,), generator=random)
         splits.append(Split(pixels, labels))
-    return ImageSet(*splits, properties._replace(mean=(0.5,), std=(0.29,)))
+    return ImageSet(*splits, channels, classes, mean=(0.5,), std=(0.29,))
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -189,9 +185,7 @@ class Data:
         self.settings, self.kind, self.device = settings, kind, device
         self.rank, self.world_size = rank, world_size
         self.seed = settings.seed + settings.repeat
-        properties = images.properties
-        self.channels = properties.channels
-        self.classes = properties.classes
+        self.channels, self.classes = images.channels, images.classes
         self.image_size = settings.image_size
         self.train_size, self.test_size = len(images.train.labels), len(images.test.labels)
         self.batches_per_epoch = self.train_size // (settings.batch_size * world_size)
@@ -206,8 +200,8 @@ class Data:
         self._test_share = slice(first, end)
         last = settings.channels_last
         self._memory_format = torch.channels_last if last else torch.contiguous_format
-        mean = self._per_channel(settings.mean or properties.mean)
-        std = self._per_channel(settings.std or properties.std)
+        mean = self._per_channel(settings.mean or images.mean)
+        std = self._per_channel(settings.std or images.std)
         # (pixels / 255 - mean) / std, in double precision and rounded once.
         self._scale, self._shift = (1 / (255 * std)).float(), (-mean / std).float()
 
