@@ -526,16 +526,21 @@ def registered_runs() -> dict[str, Callable[[], Any]]:
 # ---- the program ---------------------------------------------------------------------------------
 
 
-def hashes() -> dict[str, str]:
-    """The hash of each run, with the instruction set, threads and backend in force."""
+def hashes(without_levels: bool = False) -> dict[str, str]:
+    """The hash of each run, with the instruction set, threads and backend in force; or of those
+    without a level, which call every kernel."""
+    runs = registered_runs()
+    if without_levels:
+        runs = {name: runs[name] for name in runs if not name.startswith(("amp ", "apex "))}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return {name: digest(run()) for name, run in registered_runs().items()}
+        return {name: digest(run()) for name, run in runs.items()}
 
 
-def hashes_of(isa: str, threads: int) -> dict[str, str]:
+def hashes_of(isa: str, threads: int, without_levels: bool = False) -> dict[str, str]:
     """The same with this instruction set and number of threads, from a process of its own."""
-    child = python(__file__, "--threads", threads, AMPFUSE_CPU_ISA=isa)
+    options = ["--without-levels"] if without_levels else []
+    child = python(__file__, "--threads", threads, *options, AMPFUSE_CPU_ISA=isa)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout)
 
@@ -544,10 +549,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
     parser.add_argument("--threads", type=int, help="the hashes with so many threads, as JSON")
+    parser.add_argument("--without-levels", action="store_true", help="the kernels alone")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads or 1)
     if arguments.threads:
-        print(json.dumps(hashes()))
+        print(json.dumps(hashes(arguments.without_levels)))
         return
     hashes_by_run = {}
     for isa, threads in itertools.product(ISAS[_core.C.cpu_isa()], (1, 2)):

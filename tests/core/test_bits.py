@@ -11,9 +11,9 @@ from ampfuse import _core
 EXPECTED = json.loads(bits.FILE.read_text())
 
 
-def assert_as_before(found):
-    assert found.keys() == EXPECTED.keys(), "run tests/bits.py --write"
-    different = [name for name, hashed in EXPECTED.items() if found[name] != hashed]
+def assert_as_before(found, expected=EXPECTED):
+    assert found.keys() == expected.keys(), "run tests/bits.py --write"
+    different = [name for name, hashed in expected.items() if found[name] != hashed]
     assert not different, f"results differ from the earlier version's: {different}"
 
 
@@ -21,14 +21,15 @@ def test_results_are_those_of_the_earlier_version():
     assert_as_before(bits.hashes())
 
 
-# test_same_bits.py runs every kernel of the other instruction sets and of CUDA.
-ISAS = [
-    pytest.param(isa, marks=() if isa == "scalar" else pytest.mark.slow)
-    for isa in cases.ISAS[_core.C.cpu_isa()]
-]
+def test_the_narrowest_kernels_give_the_same_results_on_two_threads():
+    """Without levels, which call the same ones."""
+    found = bits.hashes_of("scalar", threads=2, without_levels=True)
+    kernels = {name: EXPECTED[name] for name in EXPECTED if name.split()[0] not in ("amp", "apex")}
+    assert_as_before(found, kernels)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", cases.ISAS[_core.C.cpu_isa()])
 def test_instruction_sets_and_threads_give_the_same_results(isa):
     assert_as_before(bits.hashes_of(isa, threads=2))
 
