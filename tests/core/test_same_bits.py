@@ -11,10 +11,8 @@ import json
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ampfuse import _core
-from ampfuse._schema import ALGORITHMS
 from cases import (
     CHUNK,
     ISAS,
@@ -106,40 +104,21 @@ def steps(name, sizes, device, count=4):
     return run
 
 
-def functions_of_lists(device):
-    """Steps on lists, with gradients, weights and states of any types, and LARC's first half."""
-    values, calls = Values(device, 4), {}
-
-    def tensors(shift=0):
-        return [values(n, DTYPES[(i + shift) % 3], spread=True) for i, n in enumerate(SIZES)]
-
-    for name in ("sgd", "adam", "adagrad", "novograd", "lamb", "lamb_update"):
-        algorithm = ALGORITHMS[name]
-        steps, averages = torch.full((2, len(SIZES)), 2.0, device=device)
-        calls[name] = {
-            "grads": tensors(1),
-            "params": tensors(),
-            "models": tensors(2) if name == "adam" else [],
-            "states": [[t.abs() for t in tensors(i)] for i in range(len(algorithm.states))],
-            "updates": tensors() if name == "lamb_update" else [],
-            "steps": steps,
-            "norm_averages": averages,
-            "values": {hyper.name: hyper.of({"lr": 0.1}) for hyper in algorithm.hypers},
-        }
-    grads, params = tensors(), tensors(1)
+def first_half_of_larc(device):
+    """Which also measures parameters; of a step on lists, whose rest `steps` has."""
+    values = Values(device, 4)
+    grads, params = (
+        [values(n, DTYPES[(i + shift) % 3], spread=True) for i, n in enumerate(SIZES)]
+        for shift in (0, 1)
+    )
 
     def run():
         results = {}
-        for name, lists in calls.items():
-            _core.C.step(name, **lists, lr_tensor=None, loss_scale=None, found_inf=None)
-            for key, value in lists.items():
-                for i, tensor in enumerate(tree_leaves(value) if key != "values" else ()):
-                    results[f"{name} {key} {i}"] = tensor
         for clip in (False, True):
-            values = {"lr": 0.1, "weight_decay": 0.01, "layerwise": 1, "clipped_ratio": clip}
-            values |= {"trust_coefficient": 0.02, "trust_eps": 1e-8}
+            hyper = {"lr": 0.1, "weight_decay": 0.01, "layerwise": 1, "clipped_ratio": clip}
+            hyper |= {"trust_coefficient": 0.02, "trust_eps": 1e-8}
             lists = grads, params, [], [], grads, torch.zeros(len(grads), device=device)
-            _core.C.step("layerwise", *lists, None, None, values, None, None)
+            _core.C.step("layerwise", *lists, None, None, hyper, None, None)
             results |= {f"layerwise {clip} {i}": t.clone() for i, t in enumerate(grads)}
         return results
 
@@ -180,7 +159,7 @@ def scenario(threads=1, flush=False, device="cpu"):
     parts = [steps(name, SIZES, device) for name in KINDS]
     parts += [steps("adamw", [i % 5 for i in range(5000)], device, count=3)]
     parts += [steps(name, LARGE_TABLE, device, count=3) for name in ("adamw", "lamb")]
-    parts += [functions_of_lists(device), batch_norms(device)]
+    parts += [first_half_of_larc(device), batch_norms(device)]
     tensors = {}
     torch.set_num_threads(threads)
     torch.set_flush_denormal(flush)
