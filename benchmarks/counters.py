@@ -17,31 +17,20 @@ from harness.cases import Case
 from harness.routes import AmpfuseRoute
 from layers import Call
 
-STALLS = (
-    "no_instruction",
-    "math_pipe_throttle",
-    "wait",
-    "branch_resolving",
-    "short_scoreboard",
-    "long_scoreboard",
-)
-METRICS = [
-    "gpu__time_duration.sum",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
-    "lts__t_sectors_op_read.sum",
-    "lts__t_sectors_op_write.sum",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "smsp__inst_executed.sum",
-    "smsp__issue_active.avg.pct_of_peak_sustained_active",
-    "launch__registers_per_thread",
-    *(f"smsp__average_warps_issue_stalled_{stall}_per_issue_active.ratio" for stall in STALLS),
-    *(
-        f"sm__inst_executed_pipe_{pipe}.avg.pct_of_peak_sustained_active"
-        for pipe in ("alu", "fma", "xu", "lsu")
-    ),
-]
+STALLS = "no_instruction math_pipe_throttle wait branch_resolving short_scoreboard long_scoreboard"
+METRICS = """
+gpu__time_duration.sum
+dram__throughput.avg.pct_of_peak_sustained_elapsed
+dram__bytes_read.sum dram__bytes_write.sum
+lts__t_sectors_op_read.sum lts__t_sectors_op_write.sum
+sm__warps_active.avg.pct_of_peak_sustained_active
+smsp__inst_executed.sum
+smsp__issue_active.avg.pct_of_peak_sustained_active
+launch__registers_per_thread""".split()
+for _stall in STALLS.split():
+    METRICS.append(f"smsp__average_warps_issue_stalled_{_stall}_per_issue_active.ratio")
+for _pipe in ("alu", "fma", "xu", "lsu"):
+    METRICS.append(f"sm__inst_executed_pipe_{_pipe}.avg.pct_of_peak_sustained_active")
 CASE = Case("AdamW", "64M", "bf16")
 MODES = "ampfuse", "ampfuse 8bit", "ampfuse split 8bit", "ampfuse split bf16"
 

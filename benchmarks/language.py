@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -48,7 +46,7 @@ class OnText(Step):
         super().__init__("language", quick, device)
         self.losses: list[Tensor] = []
 
-    def make_model(self, network: str, quick: bool, device: torch.device) -> None:
+    def make_model(self, network: str, quick: bool) -> None:
         import transformers as hf
 
         layers, width, inner, heads, vocab_size = QUICK_SIZE if quick else SIZE
@@ -56,8 +54,8 @@ class OnText(Step):
         config = hf.LlamaConfig(
             vocab_size=vocab_size, num_attention_heads=heads, use_cache=False, **sizes
         )
-        self.model = hf.LlamaForCausalLM(config).to(device)
-        self.text = text().to(device)
+        self.model = hf.LlamaForCausalLM(config)
+        self.text = text()
         self.cast = lambda output: output.logits.float()
 
     def make_optimizer(self, network: str) -> Any:
@@ -133,30 +131,16 @@ VARIANTS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossRow:
-    """The mean loss of the steps up to `step`, in nats per token."""
-
-    variant: str
-    step: int
-    loss: float
-    hardware: str
-    torch: str
-    ampfuse: str
-    date: str
-
-
 def add_losses(variant: str, call: Any, options: Any) -> None:
-    """Train and write a row for every 20 steps."""
+    """Train and write the mean loss of every 20 steps, in nats per token."""
     seconds = sum(measure({"": call}, 2 * OF_A_POINT if options.quick else STEPS, 0)[""]) / 1e3
     rows = []
     for point, losses in enumerate(torch.tensor(call.answer()["losses"]).split(OF_A_POINT), 1):
-        loss = round(float(losses.mean()), 4)
-        where = conditions(options.device)
-        rows.append(LossRow(variant=variant, step=point * OF_A_POINT, loss=loss, **where))
-    print(f"{variant}: loss {rows[-1].loss}, {seconds:.0f} s", flush=True)
+        row = {"variant": variant, "step": point * OF_A_POINT, "loss": f"{losses.mean():.4f}"}
+        rows.append(row | conditions(options.device))
+    print(f"{variant}: loss {rows[-1]['loss']}, {seconds:.0f} s", flush=True)
     if not options.quick:
-        put(RESULTS / "language_losses.csv", rows, attrgetter("variant"), list(VARIANTS))
+        put(RESULTS / "language_losses.csv", rows, ["variant"], [(name,) for name in VARIANTS])
 
 
 def main() -> None:

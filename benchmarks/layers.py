@@ -27,17 +27,11 @@ Function = Callable[..., Any]
 
 BATCH = {"cpu": 8, "cuda": 256}
 # Channels, side of the images.
-NORMS = (
-    "norm-64-112",
-    "norm-64-56",
-    "norm-256-56-residual",
-    "norm-128-28",
-    "norm-512-28-residual",
-    "norm-256-14",
-    "norm-1024-14-residual",
-    "norm-512-7",
-    "norm-2048-7-residual",
-)
+NORMS = """
+norm-64-112 norm-64-56 norm-256-56-residual
+norm-128-28 norm-512-28-residual
+norm-256-14 norm-1024-14-residual
+norm-512-7 norm-2048-7-residual""".split()
 # Rows, columns.
 ROWS = {
     "rows-96": (25088, 96),

@@ -9,7 +9,7 @@ Rows of other models that the CSV has stay there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from itertools import product
@@ -20,7 +20,7 @@ from typing import Any
 import harness.environment  # noqa: F401 - before torch, which reads the environment
 import torch
 import torch.nn.functional as F
-from harness.measuring import Clock, HostClock, RemoteVariant, Times, Worker, WorkerError, measure
+from harness.measuring import Clock, HostClock, Worker, WorkerError, measure
 from harness.models import TEXTS, image_model, text_model, tiny_model
 from harness.options import options_of
 from harness.results import Results, Row, rows_of
@@ -51,25 +51,41 @@ TINY = "mlp", "transformer"
 LANGUAGE = "gpt", "gpt2", "llama"
 
 
-def size_of(network: str, quick: bool, device: torch.device) -> tuple[int, int]:
+def size_of(network: str, quick: bool, kind: str) -> tuple[int, int]:
     """Side (or tokens) and batch."""
     _, side, *batches = NETWORKS[network]
     if quick:
         return side if network.startswith("vit") else min(side, 32), 2
     on_cpu, on_gpu = batches
-    return side, on_gpu if device.type == "cuda" else on_cpu
+    return side, on_gpu if kind == "cuda" else on_cpu
 
 
 def case_of(network: str, options: Any) -> str:
     if options.host:
         return f"{network}-step"
-    side, batch = size_of(network, options.quick, options.device)
+    side, batch = size_of(network, options.quick, options.device.type)
     size = f"sequence {side}" if network in TEXTS else f"{side}x{side}"
     return f"{NETWORKS[network][0]} (batch {batch}, {size})"
 
 
 def optimizer_of(network: str) -> str:
     return "SGD" if network in (*NORMED, *TINY) else "AdamW"
+
+
+def model_and_batch(network: str, quick: bool, kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, inputs and classes, on torch's default device; a batch of the size for `kind`."""
+    if network in TINY:
+        model, shape = tiny_model(network)
+        return model, torch.randn(shape), torch.randint(shape[-1], shape[:-1])
+    side, batch = size_of(network, quick, kind)
+    labels: tuple[int, ...] = (batch,)
+    if network in TEXTS:
+        model, vocab_size, classes = text_model(network, side, small=quick)
+        labels = labels if network.startswith("bert") else (batch, side)
+        return model, torch.randint(vocab_size, (batch, side)), torch.randint(classes, labels)
+    model, layout = image_model(network, side, classes=100), torch.channels_last
+    x = torch.randn(batch, 3, side, side).contiguous(memory_format=layout)
+    return model.to(memory_format=layout), x, torch.randint(100, labels)
 
 
 class Step:
@@ -87,27 +103,13 @@ class Step:
         self.cast, self.device = cast, device
         torch.manual_seed(0)
         torch.backends.cudnn.benchmark = True
-        self.make_model(network, quick, device)
+        with device:
+            self.make_model(network, quick)
         self.optimizer = self.make_optimizer(network)
 
-    def make_model(self, network: str, quick: bool, device: torch.device) -> None:
+    def make_model(self, network: str, quick: bool) -> None:
         """The model and a batch."""
-        side, batch = size_of(network, quick, device) if network in NETWORKS else (0, 0)
-        labels: tuple[int, ...] = (batch,)
-        if network in TINY:
-            self.model, shape = tiny_model(network)
-            self.x, labels, classes = torch.randn(shape, device=device), shape[:-1], shape[-1]
-        elif network in TEXTS:
-            self.model, vocab_size, classes = text_model(network, side, small=quick)
-            self.x = torch.randint(vocab_size, (batch, side), device=device)
-            labels = labels if network.startswith("bert") else (batch, side)
-        else:
-            self.model, classes = image_model(network, side, classes=100), 100
-            self.model.to(memory_format=torch.channels_last)
-            x = torch.randn(batch, 3, side, side, device=device)
-            self.x = x.contiguous(memory_format=torch.channels_last)
-        self.model.to(device)
-        self.y = torch.randint(classes, labels, device=device)
+        self.model, self.x, self.y = model_and_batch(network, quick, self.device.type)
 
     def make_optimizer(self, network: str) -> Any:
         params = self.model.parameters()
@@ -323,51 +325,54 @@ def variants_of(network: str, options: Any) -> Variants:
     return variants | {kind: partial(Share, kind) for kind in KINDS}
 
 
-def measured(steps: Mapping[str, RemoteVariant], repeats: int) -> tuple[Times, dict[str, float]]:
-    """The times of `steps`, of those that took any, and the peaks of memory in MiB."""
-    times = measure(steps, repeats, 1)
-    # What a graph allocates, the allocator counts at its capture alone.
-    with_memory = [name for name in steps if name not in KINDS and "captured" not in name]
-    memory = {name: steps[name].memory_mib() for name in with_memory}
-    return {name: values for name, values in times.items() if any(values)}, memory
+def groups_of(networks: Sequence[str], options: Any) -> Iterator[tuple[str, Variants]]:
+    """Networks, with variants that are measured in turns. A GPU's memory one variant may fill, so
+    each is measured alone, those of the tables first."""
+    variants = {network: variants_of(network, options) for network in networks}
+    if not options.alone:
+        yield from variants.items()
+        return
+    in_tables = VARIANTS | ON_GPU
+    for first, network in product((True, False), networks):
+        for name, make in variants[network].items():
+            if (name in in_tables) == first:
+                yield network, {name: make}
 
 
 def rows(
-    network: str,
-    variants: Variants,
-    options: Any,
-    in_a_row: bool,
-    worker_of: Callable[[str], Worker],
-) -> Iterator[list[Row]]:
-    """The rows of one network, measured in turns or in a row, in groups as they were measured."""
-    device, case, optimizer = options.device, case_of(network, options), optimizer_of(network)
-    repeats = options.repeats if options.quick or not options.host else max(options.repeats, 200)
-    workers = {
-        variant: worker_of("O5, shares" if variant in KINDS else variant) for variant in variants
-    }
-    for group in [[variant] for variant in variants] if in_a_row else [[*variants]]:
-        steps = {}
-        for variant in group:
-            try:
-                step = workers[variant].variant(variants[variant], network, options.quick, device)
-                step()  # compiles it
-                steps[variant] = step
-            except WorkerError as error:  # keeps no other from being measured
-                print(f"{case:28s} {variant}: not run ({error})")
+    network: str, variants: Variants, options: Any, worker_of: Callable[[str], Worker]
+) -> list[Row]:
+    """The rows of one network, of those variants that ran."""
+    device, case = options.device, case_of(network, options)
+    workers = {name: worker_of("O5, shares" if name in KINDS else name) for name in variants}
+    steps = {}
+    for name, make in variants.items():
         try:
-            # A GPU's profiler takes a second for each.
-            times, memory = measured(steps, 3 if in_a_row and group[0] in KINDS else repeats)
-            if times:
-                yield rows_of(device, times, memory_mib=memory, case=case, optimizer=optimizer)
-        except WorkerError as error:
-            print(f"{case:28s} {', '.join(steps)}: not run ({error})")
-        for variant in group:
-            workers[variant].clear()
+            step = workers[name].variant(make, network, options.quick, device)
+            step()  # compiles it
+            steps[name] = step
+        except WorkerError as error:  # keeps no other from being measured
+            print(f"{case:28s} {name}: not run ({error})")
+    repeats = options.repeats if options.quick or not options.host else max(options.repeats, 200)
+    if options.alone and not variants.keys().isdisjoint(KINDS):
+        repeats = 3  # a GPU's profiler takes a second for each
+    times, memory = {}, {}
+    try:
+        times = measure(steps, repeats, 1)
+        # What a graph allocates, the allocator counts at its capture alone.
+        with_memory = [name for name in steps if name not in KINDS and "captured" not in name]
+        memory = {name: steps[name].memory_mib() for name in with_memory}
+    except WorkerError as error:
+        print(f"{case:28s} {', '.join(steps)}: not run ({error})")
+        times = {}
+    for name in variants:
+        workers[name].clear()
+    times = {name: values for name, values in times.items() if any(values)}
+    return rows_of(device, times, memory_mib=memory, case=case, optimizer=optimizer_of(network))
 
 
 def main() -> None:
-    """Measures all variants of each network on all threads, in turns, and writes the CSV. On a GPU,
-    whose memory one variant may fill, it measures them in a row, those of the tables first."""
+    """Measures all variants of each network on all threads, and writes the CSV."""
     options = options_of(
         __doc__,
         "nets",
@@ -375,9 +380,9 @@ def main() -> None:
         host="the host's time for tiny networks, on one thread",
     )
     torch.set_num_threads(options.threads[-1])
-    results = Results(options)
-    in_a_row = options.device.type == "cuda" and not options.host
-    measured_here = [n for n in NETWORKS if size_of(n, options.quick, options.device)[1]]
+    results, kind = Results(options), options.device.type
+    options.alone = kind == "cuda" and not options.host
+    measured_here = [n for n in NETWORKS if size_of(n, options.quick, kind)[1]]
     networks = [*filter(results.want, TINY if options.host else measured_here)]
     with ExitStack() as processes:
 
@@ -387,19 +392,9 @@ def main() -> None:
             ours = not variant.startswith(("torch", "FP32"))
             return processes.enter_context(Worker(clock, options.device, with_ampfuse=ours))
 
-        def in_tables(variant: str) -> bool:
-            return variant in VARIANTS or variant in ON_GPU
-
-        passes = ["tables", "others"] if in_a_row else ["all"]
-        for part, network in product(passes, networks):
-            variants = variants_of(network, options)
-            if part == "tables":
-                variants = {name: variants[name] for name in variants if in_tables(name)}
-            elif part == "others":
-                variants = {name: variants[name] for name in variants if not in_tables(name)}
-            for group in rows(network, variants, options, in_a_row, worker_of):
-                results.add(group)
-            if not in_a_row:
+        for network, variants in groups_of(networks, options):
+            results.add(rows(network, variants, options, worker_of))
+            if not options.alone:
                 processes.close()  # their memory is for the next network
                 worker_of.cache_clear()
     results.finish()

@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import harness.environment  # noqa: F401 - before torch, which reads the environment
 import torch
 from harness.measuring import COLD_BYTES, Clock, Worker, held_bytes
-from harness.models import TEXTS, image_model, text_model
 from harness.options import options_of
-from harness.results import RESULTS, conditions, put, read
-from nets import NETWORKS, AmpfuseStep, case_of, loss_of, optimizer_of, size_of
+from harness.results import RESULTS, Record, conditions, put, read, records_of
+from nets import NETWORKS, AmpfuseStep, case_of, loss_of, model_and_batch, optimizer_of
 from torch import Tensor, nn
 
 import ampfuse
@@ -56,33 +54,14 @@ MODES = {
     "O5, no masters": Variant(memory={"master_weights": False}),
 }
 
-
-@dataclass
-class PlanRow:
-    """One network in one variant."""
-
-    case: str
-    variant: str
-    device: str
-    planned_mib: float
-    measured_mib: float
-    hardware: str
-    measured_on: str
+# One network in one variant.
+COLUMNS = "case", "variant", "device", "planned_mib", "measured_mib", "hardware", "measured_on"
 
 
 def planned(network: str, kind: str, variant: Variant) -> dict[str, int]:
     """Bytes by kind."""
-    side, batch = size_of(network, False, torch.device(kind))
-    labels: tuple[int, ...] = (batch,)
     with torch.device("meta"):
-        if network in TEXTS:
-            model, _, _ = text_model(network, side)
-            x = torch.empty(batch, side, dtype=torch.int64)
-            labels = labels if network.startswith("bert") else (batch, side)
-        else:
-            model = image_model(network, side, classes=100).to(memory_format=torch.channels_last)
-            x = torch.empty(batch, 3, side, side).to(memory_format=torch.channels_last)
-        y = torch.empty(labels, dtype=torch.int64)
+        model, x, y = model_and_batch(network, False, kind)
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         params = model.parameters()
@@ -99,7 +78,7 @@ def planned(network: str, kind: str, variant: Variant) -> dict[str, int]:
     return training.held(variant.level, variant.memory, variant.changes)
 
 
-def measured_before(network: str, options: Any) -> Iterator[PlanRow]:
+def measured_before(network: str, options: Any) -> Iterator[Record]:
     """By nets.py."""
     name = NETWORKS[network][0]
     for kind, files in SOURCES.items():
@@ -124,7 +103,7 @@ class Held(AmpfuseStep):
         return held_bytes(self.model, self.optimizer)
 
 
-def measured_now(network: str, options: Any) -> Iterator[PlanRow]:
+def measured_now(network: str, options: Any) -> Iterator[Record]:
     """In a process for each mode."""
     for label, variant in MODES.items():
         with Worker(Clock, options.device, with_ampfuse=True) as worker:
@@ -140,18 +119,18 @@ def measured_now(network: str, options: Any) -> Iterator[PlanRow]:
 
 def row_of(
     case: str, label: str, kind: str, held: dict[str, int], peak: float, *where: str
-) -> PlanRow:
-    row = PlanRow(case, label, kind, round(held["peak"] / 2**20, 1), round(peak, 1), *where)
-    print(row, f"{row.planned_mib / row.measured_mib - 1:+.1%}", flush=True)
+) -> Record:
+    mib = round(held["peak"] / 2**20, 1), round(peak, 1)
+    row = dict(zip(COLUMNS, (case, label, kind, *mib, *where), strict=True))
+    print(row, f"{mib[0] / mib[1] - 1:+.1%}", flush=True)
     return row
 
 
 def main() -> None:
     """Plans every variant that was measured, and writes the CSV."""
     options = options_of(__doc__, "plan", modes="measure the memory modes here")
-    path = RESULTS / "plan.csv"
-    key = attrgetter("case", "variant")
-    order = [key(row) for row in read(path, PlanRow)]
+    path, key = RESULTS / "plan.csv", COLUMNS[:2]
+    order = [(row["case"], row["variant"]) for row in records_of(path)]
     rows_of = measured_now if options.modes else measured_before
     on_cpu = [network for network, (_, _, batch, _) in NETWORKS.items() if batch]
     for network in on_cpu if options.modes else NETWORKS:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, product
+from itertools import chain, groupby, product
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from harness.data import SmallTransformer, digits, sentences
 from harness.models import image_model
 from harness.options import parser_of
 from harness.quantization import STEPS, measure_quantization, normal
-from harness.results import RESULTS, conditions, put, read
+from harness.results import RESULTS, Record, conditions, put, records_of
 from harness.tables import markdown
 from torch import Tensor, nn
 
@@ -55,24 +55,8 @@ for _level in ("O1", "O2", "O4", "O5"):
     LEVELS[f"{_level}, fused"] = {"opt_level": _level, "fuse": True}
 SHORT = {"FP32": {"opt_level": "O0"}, "O5, split, 8bit": MODES["split, 8bit"]}
 SEEDS = range(3)
+RUN = "task", "variant", "seed"
 _POINTS = 25  # of a curve: each is the mean loss since the one before
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A point of a training's curve; the last has also what only the trained network has."""
-
-    task: str
-    variant: str
-    seed: int
-    step: int = 0
-    loss: float = math.nan
-    test_loss: float = math.nan
-    accuracy: float = math.nan  # 0 to 1, on the test set
-    hardware: str
-    torch: str
-    ampfuse: str
-    date: str
 
 
 class Task(NamedTuple):
@@ -178,14 +162,22 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
 }
 
 
-def train(name: str, variant: str, seed: int) -> list[Row]:
-    """A run as rows of the CSV."""
+def train(name: str, variant: str, seed: int) -> list[dict[str, Any]]:
+    """A run as rows of the CSV: points of its curve. The last has also what only the trained
+    network has: the loss and the accuracy (0 to 1) on the test set."""
     torch.manual_seed(seed)
-    run = partial(Row, task=name, variant=variant, seed=seed, **conditions(CPU))
+    run: dict[str, Any] = {
+        "task": name,
+        "variant": variant,
+        "seed": seed,
+        "step": 0,
+        "loss": math.nan,
+    }
+    run |= {"test_loss": math.nan, "accuracy": math.nan, **conditions(CPU)}
     if name not in TASKS:
         from harness.frameworks import EXAMPLES
 
-        return [run(test_loss=_rounded(EXAMPLES[name](variant)))]
+        return [run | {"test_loss": _rounded(EXAMPLES[name](variant))}]
     task = TASKS[name]
     model, optimizer = task.prepare(variant)
     draw = torch.Generator().manual_seed(seed)
@@ -208,9 +200,10 @@ def train(name: str, variant: str, seed: int) -> list[Row]:
     each = max(1, task.steps // _POINTS)
     means = [fmean(losses[i : i + each]) for i in range(0, task.steps, each)]
     ends = [min(i * each, task.steps) for i in range(1, len(means) + 1)]
-    rows = [run(step=end, loss=_rounded(mean)) for end, mean in zip(ends, means, strict=True)]
+    points = zip(ends, means, strict=True)
+    rows = [run | {"step": end, "loss": _rounded(mean)} for end, mean in points]
     test_loss = _rounded(task.loss(scores, test_targets).item())
-    rows[-1] = replace(rows[-1], test_loss=test_loss, accuracy=round(right, 5))
+    rows[-1] |= {"test_loss": test_loss, "accuracy": round(right, 5)}
     return rows
 
 
@@ -237,40 +230,29 @@ def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def save(path: Path, rows: Sequence[Row]) -> None:
+def save(path: Path, rows: Sequence[Record]) -> None:
     """Runs in the place of the same runs', in the order of `VARIANTS`."""
-    order = [(name, *run) for name in VARIANTS for run in product(VARIANTS[name][1], SEEDS)]
-    put(path, rows, lambda row: (row.task, row.variant, row.seed), order)
+    runs = (product([name], VARIANTS[name][1], map(str, SEEDS)) for name in VARIANTS)
+    put(path, rows, RUN, list(chain.from_iterable(runs)))
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[Record]) -> list[str]:
     """A line for each task and variant: mean and range over the seeds, what is in the spread."""
-    columns = [
-        "task",
-        "variant",
-        "training loss",
-        "test loss",
-        "accuracy",
-        "losses within the spread",
-    ]
-    last = [
-        list(run)[-1] for _, run in groupby(rows, lambda row: (row.task, row.variant, row.seed))
-    ]
-    lines = []
-    for task, of_task in groupby(last, lambda row: row.task):
-        limits: list[float] = []
-        for variant, runs in groupby(of_task, lambda row: row.variant):
-            found = list(runs)
-            losses = [[r.loss for r in found], [r.test_loss for r in found]]
-            means = [fmean(values) for values in losses]
-            limits = limits or [fmean(v) + max(v) - min(v) for v in losses]
-            within = [
-                "yes" if mean <= limit else "no"
-                for mean, limit in zip(means, limits, strict=True)
-                if not math.isnan(mean)
-            ]
-            shown = [_range(values) for values in (*losses, [r.accuracy for r in found])]
-            lines.append([task, variant, *shown, ", ".join(within)])
+    columns = ["task", "variant", "training loss", "test loss", "accuracy"]
+    columns.append("losses within the spread")
+    runs = {itemgetter(*RUN)(row): row for row in rows}  # the last row of each
+    lines, limits = [], {}
+    for (task, variant), seeds in groupby(runs.values(), itemgetter("task", "variant")):
+        found = list(seeds)
+        of = [[float(row[k]) for row in found] for k in ("loss", "test_loss", "accuracy")]
+        means = [*map(fmean, of[:2])]
+        limits.setdefault(task, [fmean(v) + max(v) - min(v) for v in of[:2]])
+        within = [
+            "yes" if mean <= limit else "no"
+            for mean, limit in zip(means, limits[task], strict=True)
+            if not math.isnan(mean)
+        ]
+        lines.append([task, variant, *map(_range, of), ", ".join(within)])
     filled = [i for i in range(len(columns)) if any(line[i] for line in lines)]
     return markdown([columns[i] for i in filled], [[line[i] for i in filled] for line in lines])
 
@@ -285,21 +267,21 @@ def draw_curves(path: Path) -> None:
     """A panel for each task: the mean curve of each mode, and the seeds' range about it."""
     import matplotlib.pyplot as plt
 
-    tasks = [list(group) for _, group in groupby(read(path, Row), lambda row: row.task)]
+    tasks = [list(group) for _, group in groupby(records_of(path), itemgetter("task"))]
     figure, panels = plt.subplots(
         1, len(tasks), figsize=(4.6 * len(tasks), 4.2), squeeze=False, layout="constrained"
     )
     for axes, task in zip(panels[0], tasks, strict=True):
-        for mode, group in groupby(task, lambda row: row.variant):
+        for mode, group in groupby(task, itemgetter("variant")):
             at: dict[int, list[float]] = defaultdict(list)
             for row in group:
-                at[row.step].append(row.loss)
+                at[int(row["step"])].append(float(row["loss"]))
             lows, means, highs = ([f(v) for v in at.values()] for f in (min, fmean, max))
             color = _LINES[mode].rstrip("-:")
             axes.fill_between(list(at), lows, highs, color=color, alpha=0.15, linewidth=0)
             axes.plot(list(at), means, _LINES[mode], linewidth=1.2, label=mode)
         axes.set_yscale("log")
-        axes.set_title(f"{task[0].task}: training loss by step", fontsize=9, loc="left")
+        axes.set_title(f"{task[0]['task']}: training loss by step", fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][-1].legend(fontsize=8, frameon=False)
     figure.savefig(path.with_suffix(".png"), dpi=130)
@@ -329,7 +311,7 @@ def main() -> None:
             save(RESULTS / file, train(name, variant, seed))
             print(name, variant, seed, flush=True)
     for file in dict.fromkeys(file for file, _ in VARIANTS.values()):
-        print("\n".join(table(read(RESULTS / file, Row))))
+        print("\n".join(table(records_of(RESULTS / file))))
     draw_curves(RESULTS / "memory_quality.csv")
 
 

@@ -26,17 +26,7 @@ from harness.results import Results, Row, rows_of
 from harness.routes import METER, MODES, SKIPS, AmpfuseRoute, peer_route, peers, started, tensors_of
 
 
-def run(
-    case: Case,
-    clock: Any,
-    repeats: int,
-    worker: Worker,
-    *,
-    compiled: bool = True,
-    modes: bool = False,
-    meter: bool = False,
-    skips: bool = False,
-) -> list[Row]:
+def run(case: Case, clock: Any, worker: Worker, options: Any) -> list[Row]:
     """Measures all variants of a case with as many threads as torch is set to."""
     device = clock.device
     route = started(AmpfuseRoute(case, device))
@@ -48,15 +38,15 @@ def run(
         moved |= dict.fromkeys(("copy", "limit"), float(case.step_bytes))
     elif case.optimizer == "Muon":
         ours |= muon_bounds(tensors_of(case, device)[1], clock)
-    candidates = peers(case, device, compiled)
+    candidates = peers(case, device, not options.no_compile)
     times: Times = {name: [] for name in ours}
 
     def measure_beside_ours(name: str, variant: Callable[[], float]) -> None:
-        for one, values in measure(ours | {name: variant}, repeats).items():
+        for one, values in measure(ours | {name: variant}, options.repeats).items():
             times.setdefault(one, []).extend(values)
 
-    variants = [*(METER if meter else ()), *(SKIPS if skips else ())]
-    if modes and case.optimizer == "AdamW" and case.half:
+    variants = [*(METER if options.meter else ()), *(SKIPS if options.skips else ())]
+    if options.modes and case.optimizer == "AdamW" and case.half:
         variants += MODES
     for name in variants:  # one at a time, for memory's sake
         route = started(AmpfuseRoute(case, device, name))
@@ -76,7 +66,7 @@ def run(
             measure_beside_ours(name, theirs)
         worker.clear()
     if not times["ampfuse"]:  # nothing else ran
-        times = measure(ours, repeats)
+        times = measure(ours, options.repeats)
     versions = {name: peer.version for name, peer in candidates.items()}
     return rows_of(device, times, bytes_per_param=moved, peers=versions, **case.columns)
 
@@ -109,17 +99,8 @@ def main() -> None:
         for case in (case for case in found if results.want(case.name)):
             for threads in options.threads:
                 torch.set_num_threads(threads)
-                rows = run(
-                    replace(case, quick=options.quick),
-                    clock(options.device),
-                    options.repeats,
-                    worker,
-                    compiled=not options.no_compile,
-                    modes=options.modes,
-                    meter=options.meter,
-                    skips=options.skips,
-                )
-                results.add(rows)
+                quick = replace(case, quick=options.quick)
+                results.add(run(quick, clock(options.device), worker, options))
     results.finish()
 
 

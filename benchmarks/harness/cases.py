@@ -56,7 +56,8 @@ class Case:
             back: no scaler).
         gradients: "new": each is another tensor before every step, as after ``zero_grad()`` and a
             backward pass; "same" or "": they are where they were.
-        quick: a hundredth of each flat tensor and of their number, to see that a benchmark runs.
+        quick: a thousandth of each flat tensor and a hundredth of their number, to see that a
+            benchmark runs.
     """
 
     optimizer: str
@@ -96,7 +97,7 @@ class Case:
         shapes = shapes_of(self.tensors)
         if self.quick:
             few = shapes[: max(4, len(shapes) // 100)]
-            shapes = [s if len(s) > 1 else (max(1, s[0] // 100),) for s in few]
+            shapes = [s if len(s) > 1 else (max(1, s[0] // 1000),) for s in few]
         return shapes
 
     @property

@@ -1,5 +1,5 @@
-// What the machine can do at best, for limits.py: plain loops that the compiler vectorises, one
-// thread each.
+// What the machine can do at best, for limits.py: a plain loop that the compiler vectorises, for one
+// thread.
 #include <cstdint>
 
 namespace {
@@ -22,18 +22,6 @@ void update_in_place(float* data, int64_t count, int64_t streams) {
       for (int64_t j = 0; j < kLine; ++j) line[j] += 1.0f;
     }
   }
-}
-
-// Reads `count` floats.
-uint32_t read(const uint32_t* data, int64_t count) {
-  uint32_t lane[4 * kLine] = {};
-  for (int64_t i = 0; i + 4 * kLine <= count; i += 4 * kLine) {
-    for (int64_t j = 0; j < 4; ++j) __builtin_prefetch(data + i + j * kLine + kAhead);
-    for (int64_t j = 0; j < 4 * kLine; ++j) lane[j] ^= data[i + j];
-  }
-  uint32_t result = 0;
-  for (uint32_t value : lane) result ^= value;
-  return result;
 }
 
 }  // extern "C"

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from .measuring import Variant
 
 Bounds = dict[str, Callable[[], float]]
 Call = Callable[[], object]
+_ELEMENTS = {"cpu": 1 << 27, "cuda": 1 << 29}  # FP32, of an array that is copied and read
 _ITERATIONS = 5  # of Newton and Schulz
 
 
@@ -71,29 +73,27 @@ def muon_bounds(gradients: list[Tensor], clock: Any) -> Bounds:
 
 def _cpu_loops() -> tuple[list[Call], Call, int]:
     """Ways to copy and to read an array, on as many threads as torch uses, and its bytes."""
-    library, threads = _compile(), torch.get_num_threads()
-    array = torch.zeros(1 << 27).add_(1)  # touched: pages exist
+    update_in_place, threads = _compile(), torch.get_num_threads()
+    array = torch.zeros(_ELEMENTS["cpu"]).add_(1)  # touched: pages exist
     pool, count = ThreadPoolExecutor(threads), array.numel() // threads
 
-    def on_all(loop: Any, *more: int) -> Call:
-        def part(thread: int) -> None:
-            loop(array.data_ptr() + 4 * count * thread, count, *more)
-
-        return lambda: list(pool.map(part, range(threads)))
+    def update(streams: int) -> None:
+        starts = range(array.data_ptr(), array.data_ptr() + 4 * count * threads, 4 * count)
+        list(pool.map(lambda start: update_in_place(start, count, streams), starts))
 
     # One array, or four at the same time as in a step: the faster one counts.
-    copies = [on_all(library.update_in_place, streams) for streams in (1, 4)]
-    return copies, on_all(library.read), 4 * array.numel()
+    return [partial(update, 1), partial(update, 4)], array.sum, 4 * array.numel()
 
 
 def _cuda_loops(device: torch.device) -> tuple[list[Call], Call, int]:
     """torch's copy and sum, which reach a GPU's bandwidth."""
-    source, target = (torch.zeros(1 << 29, device=device) for _ in range(2))
+    source, target = (torch.zeros(_ELEMENTS["cuda"], device=device) for _ in range(2))
     return [lambda: target.copy_(source)], source.sum, 4 * source.numel()
 
 
-def _compile() -> ctypes.CDLL:
-    """``limits.cpp`` with all that this machine's instruction set has."""
+@cache
+def _compile() -> Any:
+    """The function of ``limits.cpp``, with all that this machine's instruction set has."""
     source = Path(__file__).with_suffix(".cpp")
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     flags = ["-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC"]
@@ -102,7 +102,6 @@ def _compile() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "limits.so")
         subprocess.run([*compiler, *flags, str(source), "-o", str(library)], check=True)
-        loaded = ctypes.CDLL(str(library))
-    loaded.read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    loaded.update_in_place.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    return loaded
+        update_in_place = ctypes.CDLL(str(library)).update_in_place
+    update_in_place.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    return update_in_place

@@ -11,8 +11,10 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -163,36 +165,32 @@ class WorkerError(RuntimeError):
     """An exception in a worker."""
 
 
-class Worker(AbstractContextManager["Worker"]):
+class Worker(ProcessPoolExecutor):
     """A process for variants. It fails if ampfuse is imported there, unless it is `with_ampfuse`.
     Variants are made there, by functions and arguments that can be pickled; `clock` is
     :class:`Clock` or :class:`HostClock`."""
 
     def __init__(self, clock: type, device: torch.device, with_ampfuse: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, clock, device, with_ampfuse))
-        self._process.start()
-        theirs.close()
-
-    def __exit__(self, *error: object) -> None:
-        self._pipe.close()  # ends it
-        self._process.join()
+        super().__init__(1, context, _begin, (clock, device, with_ampfuse))
 
     def variant(self, make: Callable[..., Any], *arguments: Any) -> RemoteVariant:
         """The call that ``make(*arguments)`` returns there, on as many threads as torch has here.
         Raises WorkerError if it fails."""
-        return RemoteVariant(self, self.ask("make", torch.get_num_threads(), make, arguments))
+        return RemoteVariant(self, self.ask(_make, torch.get_num_threads(), make, arguments))
 
     def clear(self) -> None:
         """Forget all variants."""
-        self.ask("clear")
+        self.ask(_clear)
 
-    def ask(self, method: str, *arguments: Any) -> Any:
-        self._pipe.send((method, arguments))
-        reply = self._pipe.recv()
-        if isinstance(reply, WorkerError):
-            raise reply
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a function there. Raises WorkerError if it, or the process, fails."""
+        try:
+            reply, error = self.submit(_answer, function, arguments).result()
+        except BrokenProcessPool as end:
+            raise WorkerError(str(end)) from None
+        if error:
+            raise WorkerError(error)
         return reply
 
 
@@ -200,7 +198,7 @@ class RemoteVariant:
     """A :class:`Variant` that a worker has."""
 
     def __init__(self, worker: Worker, number: int) -> None:
-        self._ask = partial(worker.ask, "run", number)
+        self._ask = partial(worker.ask, _run, number)
 
     def __call__(self) -> float:
         return self._ask("__call__")
@@ -212,43 +210,40 @@ class RemoteVariant:
         return self._ask("answer")
 
 
-class Served:
-    """The worker's side."""
-
-    def __init__(self, clock: Any, with_ampfuse: bool) -> None:
-        self.clock, self.with_ampfuse = clock, with_ampfuse
-        self.variants: list[Variant] = []
-
-    def make(self, threads: int, make: Callable[..., Any], arguments: Any) -> int:
-        torch.set_num_threads(threads)
-        self.variants.append(Variant(self.clock, make(*arguments)))
-        return len(self.variants) - 1
-
-    def run(self, number: int, method: str) -> Any:
-        return getattr(self.variants[number], method)()
-
-    def clear(self) -> None:
-        self.variants.clear()
-        gc.collect()
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-
-    def serve(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """The result of the method, or a WorkerError if it raises an exception."""
-        try:
-            reply = getattr(self, method)(*arguments)
-            if "ampfuse" in sys.modules and not self.with_ampfuse:
-                raise RuntimeError("ampfuse was imported where a peer is measured")
-        except Exception as error:
-            reason = (str(error).strip() or "no reason given").splitlines()[0]
-            return WorkerError(f"{type(error).__name__}: {reason}")
-        return reply
+# The worker's side.
+_served: Any = SimpleNamespace()
 
 
-def _serve(pipe: Any, clock: type, device: torch.device, with_ampfuse: bool) -> None:
-    served = Served(clock(device), with_ampfuse)
-    with suppress(EOFError):  # the other side has closed it
-        while True:
-            pipe.send(served.serve(*pipe.recv()))
+def _begin(clock: type, device: torch.device, with_ampfuse: bool) -> None:
+    _served.clock, _served.with_ampfuse, _served.variants = clock(device), with_ampfuse, []
+
+
+def _make(threads: int, make: Callable[..., Any], arguments: Any) -> int:
+    torch.set_num_threads(threads)
+    _served.variants.append(Variant(_served.clock, make(*arguments)))
+    return len(_served.variants) - 1
+
+
+def _run(number: int, method: str) -> Any:
+    return getattr(_served.variants[number], method)()
+
+
+def _clear() -> None:
+    _served.variants.clear()
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _answer(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, str]:
+    """The result of the function, or what it raises: some exceptions cannot be pickled."""
+    try:
+        reply = function(*arguments)
+        if "ampfuse" in sys.modules and not _served.with_ampfuse:
+            raise RuntimeError("ampfuse was imported where a peer is measured")
+    except Exception as error:
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        return None, f"{type(error).__name__}: {reason}"
+    return reply, ""

@@ -8,9 +8,8 @@ import datetime
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 RESULTS = Path(__file__).parents[1] / "results"
+Record = Mapping[str, Any]  # a row by column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Row:
 
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_CASE = attrgetter("case", "threads")
+_CASE = "case", "threads"
 
 
 def rows_of(
@@ -121,34 +121,48 @@ def conditions(device: torch.device) -> dict[str, str]:
     }
 
 
-def write(path: Path, rows: Sequence[Any]) -> None:
-    """Writes rows (dataclasses or dictionaries of one kind) as CSV."""
+def write(path: Path, records: Sequence[Record]) -> None:
+    """Writes rows as CSV; a cell that a row lacks is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = [row if isinstance(row, dict) else asdict(row) for row in rows]
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, records[0], lineterminator="\n")
+        writer = csv.DictWriter(file, max(records, key=len), lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
 
 
-def read(path: Path, kind: type[Any] = Row) -> list[Any]:
-    """Reads rows that :func:`write` wrote; a column that the file lacks has its default."""
-    convert = {f.name: {"int": int, "float": float, "str": str}[str(f.type)] for f in fields(kind)}
+def records_of(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV, if it is there."""
+    if not path.exists():
+        return []
     with open(path, newline="") as file:
-        return [
-            kind(**{name: convert[name](text) for name, text in record.items() if name in convert})
-            for record in csv.DictReader(file)
-        ]
+        return list(csv.DictReader(file))
 
 
-def put(path: Path, rows: Sequence[Any], key: Callable[[Any], Any], order: Sequence[Any]) -> None:
-    """Replaces the rows with the same keys. The order of rows is that of their keys in `order`,
-    then those of other keys."""
-    new = {key(row) for row in rows}
-    others = read(path, type(rows[0])) if path.exists() else []
+def read(path: Path) -> list[Row]:
+    """Reads measurements; a cell that the file lacks has its default."""
+    convert = {f.name: {"int": int, "float": float, "str": str}[str(f.type)] for f in fields(Row)}
+
+    def row_of(record: Record) -> Row:
+        given = {name: text for name, text in record.items() if name in convert}
+        filled = {name: text for name, text in given.items() if text or convert[name] is str}
+        return Row(**{name: convert[name](text) for name, text in filled.items()})
+
+    return [row_of(record) for record in records_of(path)]
+
+
+def put(
+    path: Path, records: Sequence[Record], columns: Sequence[str], order: Sequence[Any]
+) -> None:
+    """Replaces the rows with the same cells in `columns`. The order of rows is that of these cells
+    in `order`, then those of others."""
+
+    def key(record: Record) -> tuple[str, ...]:
+        return tuple(str(record[column]) for column in columns)
+
+    new = {*map(key, records)}
     rank = {one: i for i, one in enumerate(order)}
-    both = [*(row for row in others if key(row) not in new), *rows]
-    write(path, sorted(both, key=lambda row: rank.get(key(row), len(rank))))
+    both = [*(row for row in records_of(path) if key(row) not in new), *records]
+    write(path, sorted(both, key=lambda record: rank.get(key(record), len(rank))))
 
 
 class Results:
@@ -158,7 +172,7 @@ class Results:
         self.options = options
         self.rows: list[Row] = []
         path = options.csv  # whose cases keep their places
-        self._order = [_CASE(row) for row in read(path)] if path.exists() else []
+        self._order = [tuple(row[column] for column in _CASE) for row in records_of(path)]
 
     def want(self, name: str) -> bool:
         """Whether `--only` names the case `name`."""
@@ -173,8 +187,8 @@ class Results:
                 flush=True,
             )
         self.rows += rows
-        # Now: an interrupted run leaves what it has.
-        put(self.options.csv, self.rows, _CASE, self._order)
+        if self.rows:  # now: an interrupted run leaves what it has
+            put(self.options.csv, [*map(asdict, self.rows)], _CASE, self._order)
 
     def finish(self) -> None:
         """Say what was written. Raises SystemExit if no case was wanted."""

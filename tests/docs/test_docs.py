@@ -92,7 +92,7 @@ def test_pages_have_tables_that_no_comment_marks(report):
     _, _, *lines = report.steps_table(report.read(RESULTS / "step_cpu.csv"))
     assert table(BENCHMARKS, "| step | threads |") == lines
     for page, file in (("benchmarks", "fused_accuracy"), ("frameworks", "frameworks_epyc")):
-        _, _, *lines = quality.table(report.read(RESULTS / f"{file}.csv", quality.Row))
+        _, _, *lines = quality.table(records(RESULTS / f"{file}.csv"))
         assert table((ROOT / "docs" / f"{page}.md").read_text(), "| task | variant |") == lines
 
 
