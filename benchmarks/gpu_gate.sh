@@ -8,13 +8,11 @@
 #     benchmarks/gpu_gate.sh 4                 more models, the host, the other steps, Muon
 #     benchmarks/gpu_gate.sh build step:300    these parts, with so many seconds (540)
 #
-# Results gather in BUILD/results over all calls: a log per part, the CSV files, the page of
-# benchmarks with their tables, and summary.txt. $OUT/gpu_gate.tar.gz, written again after each part,
-# holds them all. The other parts run when one fails or runs out of time, and the next ones have the
-# time that it leaves. The exit status is the number of parts that failed.
+# $OUT/gpu_gate.tar.gz, written again after each part, holds the results of all calls: a log per part,
+# the CSV files, the page of benchmarks with their tables, and summary.txt. If a part fails or runs out
+# of time, the others run. The exit status is the number of parts that failed.
 #
-# PYTHON   interpreter that has a CUDA build of torch, and pytest (python3). Nothing is installed
-#          there and nothing is downloaded: the build goes to BUILD.
+# PYTHON   interpreter that has a CUDA build of torch, and pytest (python3); nothing is installed
 # OUT      where the archive goes (results/gpu)
 # BUILD    build folder (build/gpu), kept between calls
 # WHEEL    a wheel of ampfuse that is unpacked in place of a build, such as 'dist/*cp312*.whl'
@@ -70,9 +68,7 @@ build() {
 }
 
 compile() {
-  local generator=()
-  if command -v ninja >/dev/null; then generator=(-G Ninja); fi
-  cmake -S . -B "$BUILD" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release \
+  cmake -S . -B "$BUILD" $(command -v ninja >/dev/null && echo -G Ninja) -DCMAKE_BUILD_TYPE=Release \
     -DPython_EXECUTABLE="$(command -v "$PYTHON")" -DAMPFUSE_CUDA=ON \
     -DAMPFUSE_CUDA_ARCHS="${AMPFUSE_CUDA_ARCHS:-native}" &&
     cmake --build "$BUILD" -j "$(nproc)" --target "$@"
@@ -95,10 +91,8 @@ racecheck() { sanitize racecheck; }
 initcheck() { sanitize initcheck; }
 
 run_pytest() {
-  local processes=()
-  if "$PYTHON" -c 'import xdist' 2>/dev/null; then processes=(-n 8); fi
   TORCHINDUCTOR_COMPILE_THREADS=2 "$PYTHON" -m pytest -p no:cacheprovider -q -m gpu \
-    -o faulthandler_timeout=60 "${processes[@]}" "$@"
+    -o faulthandler_timeout=60 $("$PYTHON" -c 'import xdist; print("-n 8")' 2>/dev/null) "$@"
 }
 tests() { run_pytest tests -k "not competing" --continue-on-collection-errors; }
 stress() { run_pytest tests/core/test_gpu.py -k competing; }
@@ -115,14 +109,9 @@ layers() { measure layers layers_cuda; }
 muon() { measure step muon_cuda --all --only muon; }
 host_time() { measure step host_time_cuda --host; }
 # Both add to one CSV.
-nets() {
-  needs_packages torchvision,timm,transformers
-  measure nets nets_cuda --only gpt vit resnet50
-}
-more_nets() {
-  needs_packages torchvision,timm,transformers
-  measure nets nets_cuda --only llama convnext bert_base
-}
+networks() { needs_packages torchvision,timm,transformers && measure nets nets_cuda --only "$@"; }
+nets() { networks gpt vit resnet50; }
+more_nets() { networks llama convnext bert_base; }
 
 counters() {
   needs ncu
@@ -132,23 +121,23 @@ counters() {
 # Each variant at the published sizes, on synthetic data.
 experiments() {
   needs_packages torchvision,timm,tqdm,sklearn
-  local status=0 options
-  while read -r -a options; do
-    "$PYTHON" -m ampfuse train "${options[@]}" --variant fp32 amp-fp16 amp-bf16 O2 O5 --repeats 2 \
-      --evaluate False --data synthetic --output "$RESULTS/experiments" </dev/null || status=1
-  done <<<"cifar --recipe e1 --batch-size 128 1024
-mlp --recipe e5
-mnist --recipe e5 --epochs 1 --graph
-cifar --recipe e2 --iterations 60"
+  local status=0
+  train() {
+    "$PYTHON" -m ampfuse train "$@" --variant fp32 amp-fp16 amp-bf16 O2 O5 --repeats 2 \
+      --evaluate False --data synthetic --output "$RESULTS/experiments" || status=1
+  }
+  train cifar --recipe e1 --batch-size 128 1024
+  train mlp --recipe e5
+  train mnist --recipe e5 --epochs 1 --graph
+  train cifar --recipe e2 --iterations 60
   return "$status"
 }
 
 # Tables of the measurements.
 tables() {
-  local measured=("$RESULTS"/*_cuda.csv)
-  if [ ! -e "${measured[0]}" ]; then exit "$SKIPPED"; fi
+  ls "$RESULTS"/*_cuda.csv || exit "$SKIPPED"
   cp docs/benchmarks.md "$RESULTS/" &&
-    "$PYTHON" benchmarks/report.py "${measured[@]}" --page "$RESULTS/benchmarks.md"
+    "$PYTHON" benchmarks/report.py "$RESULTS"/*_cuda.csv --page "$RESULTS/benchmarks.md"
 }
 
 # ---- running them --------------------------------------------------------------------------------

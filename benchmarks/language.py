@@ -17,7 +17,7 @@ from typing import Any
 
 import harness.environment  # noqa: F401 - before torch, which reads the environment
 import torch
-from harness.measuring import Clock, Worker, held_bytes, measure
+from harness.measuring import Worker, held_bytes, measure
 from harness.options import options_of
 from harness.results import RESULTS, Results, conditions, put, rows_of
 from nets import AmpfuseStep, Step, TorchAmp
@@ -151,7 +151,7 @@ def main() -> None:
     wanted = [*filter(results.want, VARIANTS)]
 
     def worker_of(name: str, stack: ExitStack) -> Any:
-        worker = stack.enter_context(Worker(Clock, device, with_ampfuse="O5" in name))
+        worker = stack.enter_context(Worker(device, with_ampfuse="O5" in name))
         return worker.variant(VARIANTS[name], options.quick, device)
 
     if options.losses:

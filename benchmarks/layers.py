@@ -215,7 +215,7 @@ def main() -> None:
     """Measures every variant of each case and writes the CSV."""
     options = options_of(__doc__, "layers")
     results = Results(options)
-    with Worker(Clock, options.device) as worker:
+    with Worker(options.device) as worker:
         for threads, case in product(options.threads, (*NORMS, *ROWS)):
             if results.want(case):
                 torch.set_num_threads(threads)

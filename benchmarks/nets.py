@@ -20,7 +20,7 @@ from typing import Any
 import harness.environment  # noqa: F401 - before torch, which reads the environment
 import torch
 import torch.nn.functional as F
-from harness.measuring import Clock, HostClock, Worker, WorkerError, measure
+from harness.measuring import Worker, WorkerError, measure
 from harness.models import TEXTS, image_model, text_model, tiny_model
 from harness.options import options_of
 from harness.results import Results, Row, rows_of
@@ -388,9 +388,9 @@ def main() -> None:
 
         @cache
         def worker_of(variant: str) -> Worker:
-            clock = HostClock if options.host else Clock
             ours = not variant.startswith(("torch", "FP32"))
-            return processes.enter_context(Worker(clock, options.device, with_ampfuse=ours))
+            worker = Worker(options.device, host=options.host, with_ampfuse=ours)
+            return processes.enter_context(worker)
 
         for network, variants in groups_of(networks, options):
             results.add(rows(network, variants, options, worker_of))

@@ -15,7 +15,7 @@ from typing import Any
 
 import harness.environment  # noqa: F401 - before torch, which reads the environment
 import torch
-from harness.measuring import COLD_BYTES, Clock, Worker, held_bytes
+from harness.measuring import COLD_BYTES, Worker, held_bytes
 from harness.options import options_of
 from harness.results import RESULTS, Record, conditions, put, read, records_of
 from nets import NETWORKS, AmpfuseStep, case_of, loss_of, model_and_batch, optimizer_of
@@ -106,7 +106,7 @@ class Held(AmpfuseStep):
 def measured_now(network: str, options: Any) -> Iterator[Record]:
     """In a process for each mode."""
     for label, variant in MODES.items():
-        with Worker(Clock, options.device, with_ampfuse=True) as worker:
+        with Worker(options.device, with_ampfuse=True) as worker:
             make = partial(Held, memory=variant.memory)
             call = worker.variant(make, network, False, options.device)
             call()

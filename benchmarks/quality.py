@@ -59,19 +59,32 @@ RUN = "task", "variant", "seed"
 _POINTS = 25  # of a curve: each is the mean loss since the one before
 
 
-class Task(NamedTuple):
-    """A training: `data()` is inputs and targets to train on, then those to test on."""
+def cross_entropy(scores: Tensor, classes: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, -2), classes.flatten())
 
-    file: str
-    variants: dict[str, dict[str, Any]]
-    build: Callable[[], nn.Module]
-    data: Callable[[], tuple[Tensor, ...]]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    optimizer: str
-    recipe: dict[str, float]
-    schedule: str
-    steps: int
-    batch: int
+
+def network(name: str) -> Callable[[], nn.Module]:
+    return partial(image_model, name, classes=10, channels=1, dropout=0.3)
+
+
+_decayed = {"lr": 1e-3, "weight_decay": 0.01}
+_muon = {"optimizer": "Muon", "recipe": {"lr": 0.02, "weight_decay": 0.1}}
+
+
+class Task(NamedTuple):
+    """A training: `data()` is inputs and targets to train on, then those to test on. By default
+    E2's recipe on a small Wide-ResNet."""
+
+    file: str = "memory_quality.csv"
+    variants: dict[str, dict[str, Any]] = MODES
+    build: Callable[[], nn.Module] = network("wrn10_1")
+    data: Callable[[], tuple[Tensor, ...]] = partial(digits, 8)
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    optimizer: str = "SGD"
+    recipe: dict[str, float] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}  # noqa: RUF012
+    schedule: str = "linear"
+    steps: int = 2000
+    batch: int = 128
 
     def prepare(self, variant: str) -> tuple[nn.Module, Any]:
         """The model and its optimizer."""
@@ -89,65 +102,22 @@ class Task(NamedTuple):
         return amp.initialize(model, optimizer, **options)
 
 
-def cross_entropy(scores: Tensor, classes: Tensor) -> Tensor:
-    return F.cross_entropy(scores.flatten(0, -2), classes.flatten())
-
-
-def network(name: str) -> Callable[[], nn.Module]:
-    return partial(image_model, name, classes=10, channels=1, dropout=0.3)
-
-
-_e2 = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
-_e5 = {"lr": 1.0, "momentum": 0.9}
-_decayed = {"lr": 1e-3, "weight_decay": 0.01}
-_muon = {"lr": 0.02, "weight_decay": 0.1}
-# The tasks that others change.
-_wide = Task(
-    file="memory_quality.csv",
-    variants=MODES,
-    build=network("wrn10_1"),
-    data=partial(digits, 8),
-    loss=cross_entropy,
-    optimizer="SGD",
-    recipe=_e2,
-    schedule="linear",
-    steps=2000,
-    batch=128,
-)
-_text = Task(
-    file="memory_quality.csv",
-    variants=MODES,
-    build=SmallTransformer,
-    data=sentences,
-    loss=cross_entropy,
-    optimizer="AdamW",
-    recipe=_decayed,
-    schedule="cosine",
-    steps=3000,
-    batch=16,
-)
-_short_text = _text._replace(file="muon_quality.csv", variants=SHORT, steps=1500)
-_short_wide = _wide._replace(
-    file="muon_quality.csv", variants=SHORT, build=network("wrn16_4"), steps=110, batch=64
-)
+_text = Task(build=SmallTransformer, data=sentences, schedule="cosine", steps=3000, batch=16)
+_text = _text._replace(optimizer="AdamW", recipe=_decayed)
+_mlp = Task(build=partial(network("mlp"), 16), data=partial(digits, 16), loss=squared_error)
+_short = {"file": "muon_quality.csv", "variants": SHORT}
+_short_text = _text._replace(**_short, steps=1500)
+_short_wide = Task(**_short, build=network("wrn16_4"), steps=110, batch=64)
+_fused = {"file": "fused_accuracy.csv", "variants": LEVELS, "data": partial(digits, 16)}
 TASKS = {
-    "wide-resnet": _wide,
-    "mlp": _wide._replace(
-        build=partial(network("mlp"), 16),
-        data=partial(digits, 16),
-        loss=squared_error,
-        recipe=_e5,
-        schedule="constant",
-        steps=4000,
-    ),
+    "wide-resnet": Task(),
+    "mlp": _mlp._replace(recipe={"lr": 1.0, "momentum": 0.9}, schedule="constant", steps=4000),
     "text": _text,
-    "wrn16_4": _short_wide._replace(
-        file="fused_accuracy.csv", variants=LEVELS, data=partial(digits, 16), steps=330
-    ),
+    "wrn16_4": _short_wide._replace(**_fused, steps=330),
     "text, AdamW": _short_text,
-    "text, Muon": _short_text._replace(optimizer="Muon", recipe=_muon),
+    "text, Muon": _short_text._replace(**_muon),
     "wrn16_4, AdamW": _short_wide._replace(optimizer="AdamW", recipe=_decayed),
-    "wrn16_4, Muon": _short_wide._replace(optimizer="Muon", recipe=_muon),
+    "wrn16_4, Muon": _short_wide._replace(**_muon),
 }
 
 
@@ -166,14 +136,8 @@ def train(name: str, variant: str, seed: int) -> list[dict[str, Any]]:
     """A run as rows of the CSV: points of its curve. The last has also what only the trained
     network has: the loss and the accuracy (0 to 1) on the test set."""
     torch.manual_seed(seed)
-    run: dict[str, Any] = {
-        "task": name,
-        "variant": variant,
-        "seed": seed,
-        "step": 0,
-        "loss": math.nan,
-    }
-    run |= {"test_loss": math.nan, "accuracy": math.nan, **conditions(CPU)}
+    run: dict[str, Any] = {"task": name, "variant": variant, "seed": seed, "step": 0}
+    run |= dict.fromkeys(("loss", "test_loss", "accuracy"), math.nan) | conditions(CPU)
     if name not in TASKS:
         from harness.frameworks import EXAMPLES
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from harness.cases import Case, cases, host_cases
 from harness.limits import bounds, muon_bounds
-from harness.measuring import Clock, HostClock, Times, Variant, Worker, WorkerError, measure
+from harness.measuring import Clock, Times, Variant, Worker, WorkerError, measure
 from harness.options import options_of
 from harness.results import Results, Row, rows_of
 from harness.routes import METER, MODES, SKIPS, AmpfuseRoute, peer_route, peers, started, tensors_of
@@ -67,7 +67,7 @@ def run(case: Case, clock: Any, worker: Worker, options: Any) -> list[Row]:
         worker.clear()
     if not times["ampfuse"]:  # nothing else ran
         times = measure(ours, options.repeats)
-    versions = {name: peer.version for name, peer in candidates.items()}
+    versions = {name: peer.version for name, peer in candidates.items() if name in times}
     return rows_of(device, times, bytes_per_param=moved, peers=versions, **case.columns)
 
 
@@ -94,13 +94,13 @@ def main() -> None:
     )
     results, kind = Results(options), options.device.type
     found = host_cases(kind) if options.host else cases(kind, options.all)
-    clock: type[Clock] | type[HostClock] = HostClock if options.host else Clock
-    with Worker(clock, options.device) as worker:
+    with Worker(options.device, host=options.host) as worker:
         for case in (case for case in found if results.want(case.name)):
             for threads in options.threads:
                 torch.set_num_threads(threads)
+                clock = Clock(options.device, options.host)
                 quick = replace(case, quick=options.quick)
-                results.add(run(quick, clock(options.device), worker, options))
+                results.add(run(quick, clock, worker, options))
     results.finish()
 
 

@@ -49,14 +49,15 @@ class Clock:
     read before. Instructions, branch predictions and address translations stay warm.
 
     A GPU's time is between events, with the host ahead of it, as in training: the time to queue the
-    call counts only if the call waits for the GPU.
+    call counts only if the call waits for the GPU. Or with `host`, how long the host is busy with a
+    call on an idle device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._cold = torch.zeros(COLD_BYTES // 4, device=device)
+    def __init__(self, device: torch.device, host: bool = False) -> None:
+        self.device, self.host = device, host
+        self._cold = torch.zeros(0 if host else COLD_BYTES // 4, device=device)
         self._cycles_per_ms = 0.0  # of a GPU that the host queues work for
-        if device.type == "cuda":
+        if device.type == "cuda" and not host:
             cycles = 50_000_000
             for _ in range(2):  # the first wakes the clocks
                 taken = self._on_gpu(lambda: torch.cuda._sleep(cycles), 0)
@@ -65,9 +66,13 @@ class Clock:
     def milliseconds(self, call: Callable[[], object], queueing_ms: float = 0.0) -> float:
         """The time of a call. The host queues it in `queueing_ms`; a GPU idles that long before."""
         self._cold.sum()
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self.host:
             return self._on_gpu(call, int(queueing_ms * self._cycles_per_ms))
-        return _host_ms(call)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
 
     def _on_gpu(self, call: Callable[[], object], sleep_cycles: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -79,24 +84,6 @@ class Clock:
         end.record()
         torch.cuda.synchronize(self.device)
         return begin.elapsed_time(end)
-
-
-class HostClock:
-    """Times how long the host is busy with a call on an idle device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def milliseconds(self, call: Callable[[], object], queueing_ms: float = 0.0) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return _host_ms(call)
-
-
-def _host_ms(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
 
 
 class Variant:
@@ -167,12 +154,14 @@ class WorkerError(RuntimeError):
 
 class Worker(ProcessPoolExecutor):
     """A process for variants. It fails if ampfuse is imported there, unless it is `with_ampfuse`.
-    Variants are made there, by functions and arguments that can be pickled; `clock` is
-    :class:`Clock` or :class:`HostClock`."""
+    Variants are made there, by functions and arguments that can be pickled; `host` is that of
+    :class:`Clock`."""
 
-    def __init__(self, clock: type, device: torch.device, with_ampfuse: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, host: bool = False, with_ampfuse: bool = False
+    ) -> None:
         context = multiprocessing.get_context("spawn")
-        super().__init__(1, context, _begin, (clock, device, with_ampfuse))
+        super().__init__(1, context, _begin, (device, host, with_ampfuse))
 
     def variant(self, make: Callable[..., Any], *arguments: Any) -> RemoteVariant:
         """The call that ``make(*arguments)`` returns there, on as many threads as torch has here.
@@ -214,8 +203,8 @@ class RemoteVariant:
 _served: Any = SimpleNamespace()
 
 
-def _begin(clock: type, device: torch.device, with_ampfuse: bool) -> None:
-    _served.clock, _served.with_ampfuse, _served.variants = clock(device), with_ampfuse, []
+def _begin(device: torch.device, host: bool, with_ampfuse: bool) -> None:
+    _served.clock, _served.with_ampfuse, _served.variants = Clock(device, host), with_ampfuse, []
 
 
 def _make(threads: int, make: Callable[..., Any], arguments: Any) -> int:

@@ -226,12 +226,7 @@ class Peer:
     def version(self) -> str:
         """Name and version of the package, if it is not torch."""
         package = self.optimizer.split(".")[0]
-        if package == "torch":
-            return ""
-        try:
-            return f"{package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            return package
+        return "" if package == "torch" else f"{package} {importlib.metadata.version(package)}"
 
 
 def started(route: Any) -> Any:

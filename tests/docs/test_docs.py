@@ -60,7 +60,6 @@ def networks(report):
 
 
 def test_tables_of_training_steps_are_those_of_the_csvs(report):
-    experiment_tables = importlib.import_module("harness.experiment_tables")
     rows = report.read(RESULTS / "nets_transformers_epyc.csv")
     epyc, _, xeon = OTHER_MACHINES.split("## A Xeon")
     fused = epyc.partition("## Muon")[0]
@@ -70,7 +69,7 @@ def test_tables_of_training_steps_are_those_of_the_csvs(report):
     for text, machine in ((epyc, "epyc"), (xeon, "xeon")):
         paths = RESULTS.glob(f"experiments_e?_{machine}.csv")
         experiments = [row for path in paths for row in records(path)]
-        tables.append((text, experiment_tables.experiments_table(experiments)))
+        tables.append((text, report.experiments_table(experiments)))
     for text, (header, _, *lines) in tables:
         assert table(text, header) == lines
 

@@ -49,8 +49,8 @@ def here(load, monkeypatch):
     measuring = load("harness.measuring")
 
     class Here(measuring.Worker):
-        def __init__(self, clock, device, with_ampfuse=False):
-            measuring._begin(clock, device, True)
+        def __init__(self, device, host=False, with_ampfuse=False):
+            measuring._begin(device, host, True)
 
         def submit(self, function, *arguments):
             return SimpleNamespace(result=lambda: function(*arguments))
@@ -97,7 +97,7 @@ def run_step(load, here, case):
     """The rows of `case` by variant."""
     clock = load("harness.measuring").Clock
     options = SimpleNamespace(repeats=2, no_compile=False, modes=False, meter=False, skips=False)
-    with here(clock, CPU) as worker:
+    with here(CPU) as worker:
         rows = load("step").run(case, clock(CPU), worker, options)
     return {row.variant: row for row in rows}
 
