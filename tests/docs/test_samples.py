@@ -1,6 +1,7 @@
 """What the pages show as output is what these versions print, but for measured numbers."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -108,10 +109,11 @@ OVERFLOWS = {
 
 
 @pytest.mark.parametrize("begins", OVERFLOWS)
-def test_the_explanation_of_an_overflow_is_what_is_printed(begins, tmp_path, monkeypatch):
+def test_the_explanation_of_an_overflow_is_what_is_printed(begins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT.format(**OVERFLOWS[begins]))
-    assert masked(python("train.py").stdout) == masked(sample("insight.md", begins))
+    runpy.run_path("train.py")
+    assert masked(capsys.readouterr().out) == masked(sample("insight.md", begins))
 
 
 DOCTORED = """
