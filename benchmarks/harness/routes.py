@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -129,30 +129,73 @@ class AmpfuseRoute(Route):
         self.scaler.update()
 
 
-class Theirs(Route):
-    """Other optimizers, with ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_``.
+def _muon_and_adamw(masters: list[Any]) -> list[torch.optim.Optimizer]:
+    """Torch's Muon takes matrices alone, so it gets views of convolutions."""
+    matrices = []
+    for master in (master for master in masters if master.ndim > 1):
+        matrices.append(nn.Parameter(master.detach().flatten(1)))
+        matrices[-1].grad = master.grad.flatten(1)
+    flat = [master for master in masters if master.ndim < 2]
+    options = OPTIONS["Muon"]
+    return [torch.optim.Muon(matrices, **options), torch.optim.AdamW(flat, fused=True, **options)]
 
-    In half cases they step FP32 masters: half gradients are copied into the masters' gradients, and
-    the masters into half weights, as in ``torch.amp`` or a hand-made O2.
 
-    Arguments:
-        make: returns the optimizers of the parameters to step.
+@dataclass(frozen=True)
+class Peer:
+    """Optimizers of another library.
+
+    Attributes:
+        optimizer: "module:class", imported where it is measured.
+        options: in addition to `OPTIONS`.
         on_half: they step half parameters. They get gradients without a scale, which is less work
             than ours.
+        compiled: by torch.compile; lr is a tensor, so that a schedule would not compile again.
+        agrees: whether it arrives at ampfuse's weights (8-bit moments do not).
     """
 
-    def __init__(
-        self, case: Case, device: torch.device, make: Callable[[list[Any]], Any], on_half: bool
-    ) -> None:
-        scaler = None if on_half else torch.amp.GradScaler
-        super().__init__(case, device, scaler, rewrites=on_half or not case.half)
-        self.has_masters = case.half and not on_half
+    optimizer: str
+    options: dict[str, Any] = field(default_factory=dict)
+    on_half: bool = False
+    compiled: bool = False
+    agrees: bool = True
+
+    def make(self, case: Case, params: list[Any]) -> list[torch.optim.Optimizer]:
+        """Raises ImportError if the peer is not installed."""
+        if case.optimizer == "Muon":
+            return _muon_and_adamw(params)
+        module, name = self.optimizer.split(":")
+        options: dict[str, Any] = OPTIONS[case.optimizer] | self.options
+        if self.compiled and case.optimizer == "AdamW":
+            options["lr"] = torch.tensor(options["lr"], device=params[0].device)
+        optimizer = getattr(importlib.import_module(module), name)(params, **options)
+        if self.compiled:
+            optimizer.step = torch.compile(optimizer.step)
+        return [optimizer]
+
+    @property
+    def version(self) -> str:
+        """Name and version of the package, if it is not torch."""
+        package = self.optimizer.split(".")[0]
+        return "" if package == "torch" else f"{package} {importlib.metadata.version(package)}"
+
+
+class Theirs(Route):
+    """A peer, with ``torch.amp.GradScaler`` and ``torch.nn.utils.clip_grad_norm_``.
+
+    In half cases it steps FP32 masters: half gradients are copied into the masters' gradients, and
+    the masters into half weights, as in ``torch.amp`` or a hand-made O2.
+    """
+
+    def __init__(self, case: Case, device: torch.device, peer: Peer) -> None:
+        scaler = None if peer.on_half else torch.amp.GradScaler
+        super().__init__(case, device, scaler, rewrites=peer.on_half or not case.half)
+        self.has_masters = case.half and not peer.on_half
         self.masters = self.params
         if self.has_masters:
             self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
             for master in self.masters:
                 master.grad = torch.zeros_like(master)
-        self.optimizers = make(self.masters)
+        self.optimizers = peer.make(case, self.masters)
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -176,59 +219,6 @@ class Theirs(Route):
             torch._foreach_copy_(self.params, self.masters)
 
 
-def _muon_and_adamw(masters: list[Any]) -> list[torch.optim.Optimizer]:
-    """Torch's Muon takes matrices alone, so it gets views of convolutions."""
-    matrices = []
-    for master in (master for master in masters if master.ndim > 1):
-        matrices.append(nn.Parameter(master.detach().flatten(1)))
-        matrices[-1].grad = master.grad.flatten(1)
-    flat = [master for master in masters if master.ndim < 2]
-    options = OPTIONS["Muon"]
-    return [torch.optim.Muon(matrices, **options), torch.optim.AdamW(flat, fused=True, **options)]
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A route of another library.
-
-    Attributes:
-        optimizer: "module:class", imported where it is measured.
-        options: in addition to `OPTIONS`.
-        on_half: see :class:`Theirs`.
-        compiled: by torch.compile; lr is a tensor, so that a schedule would not compile again.
-        agrees: whether it arrives at ampfuse's weights (8-bit moments do not).
-    """
-
-    optimizer: str
-    options: dict[str, Any] = field(default_factory=dict)
-    on_half: bool = False
-    compiled: bool = False
-    agrees: bool = True
-
-    def build(self, case: Case, device: torch.device) -> Route:
-        """Raises ImportError if the peer is not installed."""
-        module, name = self.optimizer.split(":")
-        kind = getattr(importlib.import_module(module), name)
-        options: dict[str, Any] = OPTIONS[case.optimizer] | self.options
-        if self.compiled and case.optimizer == "AdamW":
-            options["lr"] = torch.tensor(options["lr"], device=device)
-
-        def make(params: list[Any]) -> list[torch.optim.Optimizer]:
-            optimizer = kind(params, **options)
-            if self.compiled:
-                optimizer.step = torch.compile(optimizer.step)
-            return [optimizer]
-
-        making = _muon_and_adamw if case.optimizer == "Muon" else make
-        return Theirs(case, device, making, self.on_half)
-
-    @property
-    def version(self) -> str:
-        """Name and version of the package, if it is not torch."""
-        package = self.optimizer.split(".")[0]
-        return "" if package == "torch" else f"{package} {importlib.metadata.version(package)}"
-
-
 def started(route: Any) -> Any:
     """The route after its first step, which makes the state."""
     route.prepare()
@@ -238,7 +228,7 @@ def started(route: Any) -> Any:
 
 def peer_route(case: Case, device: torch.device, peer: Peer) -> Route:
     """For a worker."""
-    return started(peer.build(case, device))
+    return started(Theirs(case, device, peer))
 
 
 # Tensors. torch.compile takes seconds for each on a CPU, a fraction of one on a GPU.
