@@ -30,6 +30,7 @@ def digits(side: int) -> tuple[Tensor, ...]:
 _ADJECTIVES, _NOUNS, _VERBS = 40, 120, 80
 VOCAB_SIZE = 4 + _ADJECTIVES + _NOUNS + 2 * _VERBS  # "." and three determiners first
 CONTEXT = 32
+_TEXT = 1_000_000  # tokens
 
 
 @cache
@@ -44,7 +45,7 @@ def sentences() -> tuple[Tensor, ...]:
     pairs = [[draw.sample(range(_VERBS), 2) for _ in range(_NOUNS)] for _ in range(_ADJECTIVES)]
     objects = [draw.sample(range(_NOUNS), 8) for _ in range(_VERBS)]
     text: list[int] = []
-    while len(text) < 1_000_000:
+    while len(text) < _TEXT:
         determiners = draw.choices(range(1, 4), k=2)
         counts = [2 if draw.random() < 0.3 else 1 for _ in range(2)]
         first, second = (draw.choices(range(_ADJECTIVES), zipf[_ADJECTIVES], k=k) for k in counts)

@@ -13,18 +13,13 @@ _TORCHS = ("torch.amp", "torch.amp, compiled", "torch.amp, expert", "torch.amp, 
 _OURS = ("O5", "O5, compiled", "O5, captured", "O5, compiled and captured")
 _KINDS = ("products", "attention", "convolutions")
 _WAYS = ("O5, unfused", "O5, recomputed")
+_PARTS = [f"O5, torch's {part}" for part in ("loss", "norms", "activations", "clipping")]
 # The last tables: columns that all models have, and columns of which a table's model has at least
 # one.
 _COMPARED_WITH_O5 = (
-    (("O5",), _WAYS),
-    (("torch.amp", "O5"), ("torch.amp, .float() loss", "O5, .float() loss")),
-    (
-        ("O5",),
-        (
-            *(f"O5, torch's {part}" for part in ("loss", "norms", "activations", "clipping")),
-            "O5, clipped",
-        ),
-    ),
+    (["O5"], _WAYS),
+    (["torch.amp", "O5"], ["torch.amp, .float() loss", "O5, .float() loss"]),
+    (["O5"], [*_PARTS, "O5, clipped"]),
 )
 _DRAWN = ("GPT", "BERT-small", "ViT-S/16", "ConvNeXt-T", "ResNet-50")
 
