@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -170,7 +171,8 @@ class Worker(ProcessPoolExecutor):
 
     def clear(self) -> None:
         """Forget all variants."""
-        self.ask(_clear)
+        with suppress(WorkerError):  # a process that died has none
+            self.ask(_clear)
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a function there. Raises WorkerError if it, or the process, fails."""

@@ -14,6 +14,8 @@ import re
 import subprocess
 import sys
 import tarfile
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +138,17 @@ def test_a_peers_process_imports_no_ampfuse():
     )
     end = python("-c", code, BENCHMARKS, *sorted({*SCRIPTS} - {"quality", "plan"}))
     assert end.returncode == 0, end.stderr
+
+
+def test_a_worker_that_died_keeps_no_other_from_being_measured(load):
+    measuring = load("harness.measuring")
+    worker = measuring.Worker(CPU)
+    future = Future()
+    future.set_exception(BrokenProcessPool("a process died"))
+    worker.submit = lambda *_: future
+    with pytest.raises(measuring.WorkerError, match="a process died"):
+        worker.variant(torch.ones, 1)
+    worker.clear()
 
 
 def test_new_rows_replace_those_of_the_same_key(load, tmp_path):
