@@ -77,7 +77,7 @@ def test_lines_and_error_bars_are_the_rows(source, kind, folder):
     add_e1(folder)
     rows = results.published("e1") if source == "published" else rows_of(folder)
     gpus = ("1080 Ti", "TITAN X", "V100") if source == "published" else ("A", "B")
-    title = {"published": "vgg16, published figures", "own": "vgg16 on synthetic cifar10"}[source]
+    title = {"published": "VGG16, published figures", "own": "VGG16 on synthetic CIFAR-10"}[source]
     column = {"time": "time_s", "memory": "memory_mb"}[kind]
     name = {"time": "training time of 100 iterations, s", "memory": "device memory, MB"}[kind]
     if (source, kind) == ("published", "memory"):

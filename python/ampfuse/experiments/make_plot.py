@@ -220,13 +220,23 @@ def _draw(axes: Axes, by_name: Lines, column: str, *, are_bars: bool, std: bool)
         axes.set_xlim(-0.6, len(names) - 0.4)  # also where a run diverged
 
 
+_MODELS = {"vgg16": "VGG16", "wrn28_10": "WRN-28-10", "mlp": "MLP", "mnist_cnn": "CNN"}
+_DATA = {"cifar10": "CIFAR-10", "mnist": "MNIST", "imagenet": "ImageNet", "digits": "digits"}
+
+
 def _title_of(rows: Sequence[Row]) -> str:
-    """The model and its data: "vgg16 on synthetic cifar10"."""
+    """The model and its data: "VGG16 on CIFAR-10"; for published results, the model alone."""
+    model = rows[0].model
     data = []
     for conditions in (row.conditions for row in rows if row.runs):
-        noise = conditions["data"] == "synthetic"
-        data.append(f"synthetic {conditions['kind']}" if noise else conditions["data"])
-    return rows[0].model + (f" on {listed(_distinct(data))}" if data else ", published figures")
+        kind = conditions["kind"]
+        if conditions["data"] == "synthetic":
+            data.append(f"synthetic {_DATA.get(kind, kind)}")
+        else:
+            data.append(_DATA.get(conditions["data"], kind))
+    on = f" on {listed(_distinct(data))}" if data else ", published figures"
+    name = "CNN" if rows[0].experiment == "demo" else _MODELS.get(model)
+    return (name or model.replace("resnet", "ResNet-")) + on
 
 
 main = functools.partial(run_alone, sys.modules[__name__])
