@@ -1,5 +1,5 @@
-// What the machine can do at best, for limits.py: a plain loop that the compiler vectorises, for one
-// thread.
+// What the machine can do at best, for limits.py: a plain loop that the compiler vectorises, for
+// one thread.
 #include <cstdint>
 
 namespace {
