@@ -3,8 +3,9 @@
 No module is replaced. A module that calls batch norms, adds before it calls another norm, calls an
 activation after a bias or before a product, or splits a projection, gets a ``forward`` on the
 instance, written from the graph of its class's; layer and RMS norms, activations and patch
-embeddings alone get one that is the same for all. So names, classes, state dicts, hooks and
-optimizers stay. A copy is fused like its original; a pickled model loads unfused.
+embeddings get one that fuses them alone. So names, classes, state dicts, hooks and optimizers stay.
+A copy is fused like its original; a pickled model loads unfused, also where ampfuse is not
+installed.
 
 ``trace.py`` makes the graphs and ``forwards.py`` the functions that run them. The other files each
 have one kind of fusion: what is recognized, what is called in its place, and how a graph changes.
@@ -110,9 +111,9 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
     Results are those of the original model, except for rounding. Call it when the model is
     complete: what a ``forward`` reads from its module, other than parameters, buffers and the mode,
     is fixed now. If a number, a string or a flag of the module changes, the original ``forward``
-    runs. Modules may still be exchanged or get hooks; these then run. The first call with other
-    optional arguments than before traces ``forward`` once more; under ``torch.compile`` such a call
-    runs the original.
+    runs. Modules in it may still be exchanged or get hooks; these then run, in the original
+    ``forward``. The first call with other optional arguments than before traces ``forward`` once
+    more; under ``torch.compile`` such a call runs the original.
 
     Under ``torch.compile`` layer and RMS norms and activations are left to the compiler, which
     fuses them with more than this does, and as fast; batch norms, splits and patch embeddings stay
