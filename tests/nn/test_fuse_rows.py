@@ -767,8 +767,10 @@ def test_masks_that_are_needed_are_made(name, given):
     plain = of_transformers(name, DECODERS[name], **CAUSAL, **sliding).eval()
     model = copy.deepcopy(plain)
     fuse(model, ["masks"])
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    loaded = pickle.loads(pickle.dumps(model))
+    for each in (model, copy.deepcopy(model), loaded):
         torch.testing.assert_close(each(WORDS, **given).logits, plain(WORDS, **given).logits)
+    assert fuse(loaded, ["masks"]).skips_packing
     if "cache" in given:
         written = [m.generate(WORDS[:, :4], max_new_tokens=6) for m in (model, plain)]
         assert torch.equal(*written)

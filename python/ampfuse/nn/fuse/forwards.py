@@ -81,7 +81,11 @@ def check_free(module: nn.Module) -> None:
 
 
 def set_fused(module: nn.Module, forward: Any) -> None:
-    """Make `module` run the function `forward` instead of its class's."""
+    """Make `module` run the function `forward` instead of its class's.
+
+    Raises Untraceable if it has another already.
+    """
+    check_free(module)
     functools.update_wrapper(forward, class_of(module).forward)
     forward.is_fused = True
     forward.__name__ = "forward"  # a bound method pickles as the name of its function
@@ -93,11 +97,8 @@ def fuse_alone(module: nn.Module, compute: Callable[[Any, Any], Any]) -> None:
     """Make `module` run `compute` of itself and its input.
 
     It runs its class's ``forward`` where `compute` returns None, and for other arguments.
-
-    Raises:
-        Untraceable: it has another ``forward`` than its class's.
+    Raises Untraceable if it has another ``forward`` than its class's.
     """
-    check_free(module)
     original = class_of(module).forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -136,8 +137,7 @@ def fuse_graphs(owner: nn.Module, rewrites: Iterable[Rewrite]) -> dict[nn.Module
     cls = class_of(owner)
     _, *parameters = inspect.signature(cls.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [p for p in parameters if p.kind not in variadic]
+    named = [p for p in parameters if p.name in names or p.kind == p.KEYWORD_ONLY]
     defaults = {p.name: p.default for p in named if p.default is not p.empty}
     required = [p.name for p in named if p.default is p.empty]
     settings = _settings(owner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampfuse.nn.functional import cross_entropy
-from ampfuse.nn.fuse.forwards import class_of, override_of, set_fused
+from ampfuse.nn.fuse.forwards import class_of, set_fused
+from ampfuse.nn.fuse.trace import Untraceable
 
 # ---- the loss, from half logits ------------------------------------------------------------------
 
@@ -86,9 +88,9 @@ def skip_packing(model: nn.Module) -> bool:
     any_replaced = False
     for module in model.modules():
         cls = class_of(module)
-        if cls.__module__.startswith("transformers.") and override_of(module) not in vars(module):
-            forward = _forward_without_packing(cls)
-            if forward is not None:
+        is_theirs = cls.__module__.startswith("transformers.")
+        if is_theirs and (forward := _forward_without_packing(cls)) is not None:
+            with contextlib.suppress(Untraceable):
                 set_fused(module, forward)
                 any_replaced = True
     return any_replaced
