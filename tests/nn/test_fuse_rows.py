@@ -149,7 +149,10 @@ def test_models_as_people_write_them(name):
         assert passes(other, x, op=op)[1] == count
     twin.load_state_dict({key: value + 1 for key, value in twin.state_dict().items()})
     assert not torch.equal(twin(x), model(x))
-    assert passes(pickle.loads(pickle.dumps(model)), x, op=op)[1] == 0
+    loaded = pickle.loads(pickle.dumps(model))
+    assert passes(loaded, x, op=op)[1] == 0
+    assert fuse(loaded).fused == fused
+    assert passes(loaded, x, op=op)[1] == count
     again = fuse(model)
     assert not again.fused
     assert set(again.left.values()) == ({"already fused"} if name != "Functions" else set())

@@ -49,7 +49,7 @@ def runs_plainly(module: Any) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or isinstance(module, WrappedForward)
-        or ("forward" in module.__dict__ and not is_fused(module.__dict__["forward"]))
+        or ("forward" in module.__dict__ and has_custom_forward(module))
     )
 
 
@@ -70,14 +70,20 @@ def override_of(module: nn.Module) -> str:
     return "_amp_inner_forward" if isinstance(module, WrappedForward) else "forward"
 
 
+def has_custom_forward(module: nn.Module) -> bool:
+    """Whether `module` has a ``forward`` that is neither its class's nor a fused one."""
+    present = module.__dict__.get(override_of(module))
+    # A bound method that was pickled is the one of the class now.
+    is_of_class = getattr(present, "__func__", None) is class_of(module).forward
+    return not (present is None or is_of_class or is_fused(present))
+
+
 def check_free(module: nn.Module) -> None:
     """Raise Untraceable if `module` has another ``forward`` than its class's."""
-    present, cls = module.__dict__.get(override_of(module)), class_of(module)
-    if is_fused(present):
+    if is_fused(module.__dict__.get(override_of(module))):
         raise Untraceable("already fused")
-    # A bound method that was pickled is the one of the class now.
-    if present is not None and getattr(present, "__func__", None) is not cls.forward:
-        raise Untraceable(f"this {cls.__name__} has a custom forward")
+    if has_custom_forward(module):
+        raise Untraceable(f"this {class_of(module).__name__} has a custom forward")
 
 
 def set_fused(module: nn.Module, forward: Any) -> None:
