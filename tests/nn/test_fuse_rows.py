@@ -689,6 +689,7 @@ def test_causal_language_models_take_the_fused_loss():
     assert fuse(loaded).has_loss
     model.loss_function = lambda **_: torch.zeros(())
     assert not fuse(model).has_loss
+    assert not fuse(LLAMA()).has_loss  # it computes none
 
 
 def waits_and_attentions(call):

@@ -14,7 +14,6 @@ have one kind of fusion: what is recognized, what is called in its place, and ho
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -22,7 +21,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampfuse.nn.fuse import activations, norms, reshapes, transformers
-from ampfuse.nn.fuse.forwards import Rewrite, fuse_alone, fuse_graphs, is_fused, override_of
+from ampfuse.nn.fuse.forwards import (
+    Rewrite,
+    fuse_alone,
+    fuse_graphs,
+    is_fused,
+    names_in,
+    override_of,
+)
 from ampfuse.nn.fuse.trace import Untraceable
 from ampfuse.nn.modules import BatchNormAct2d
 from ampfuse.torch_utils import eager_module
@@ -142,7 +148,7 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
             report.left[name] = ""
         elif part in parts:
             owners.setdefault(_owner(name, modules), []).append(name)
-        elif not _names(module).isdisjoint(name for part in chosen for name in part.names):
+        elif not names_in(module).isdisjoint(name for part in chosen for name in part.names):
             owners.setdefault(name, [])
     if "loss" in parts:
         report.has_loss = transformers.replace_loss(model)
@@ -200,12 +206,6 @@ def _part_of(module: nn.Module) -> tuple[str | None, Callable[[Any, Any], Any] |
         if part.recognizes(module):
             return name, part.compute
     return ("norms" if isinstance(module, _BatchNorm) else None), None
-
-
-def _names(module: nn.Module) -> set[str]:
-    """The names in the code of the ``forward`` of `module` itself."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return set() if code is None else set(code.co_names)
 
 
 def _unknown(norm: nn.Module) -> str | None:

@@ -40,6 +40,12 @@ def forward_name(module: nn.Module) -> str:
     return f"{forward.__module__}.{forward.__qualname__}"
 
 
+def names_in(module: nn.Module) -> set[str]:
+    """The functions, methods and attributes that the ``forward`` of its class names."""
+    code = getattr(inspect.unwrap(class_of(module).forward), "__code__", None)
+    return set() if code is None else set(code.co_names)
+
+
 def runs_plainly(module: Any) -> bool:
     """Whether calling it is calling its class's ``forward``, or a fused one, without hooks or
     casts."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampfuse.nn.functional import cross_entropy
-from ampfuse.nn.fuse.forwards import class_of, set_fused
+from ampfuse.nn.fuse.forwards import class_of, names_in, set_fused
 from ampfuse.nn.fuse.trace import Untraceable
 
 # ---- the loss, from half logits ------------------------------------------------------------------
@@ -59,7 +59,8 @@ class CausalLMLoss:
 
 def replace_loss(model: Any) -> bool:
     """Give `model` this loss; False unless it is such a model, without a custom loss."""
-    if not type(model).__module__.startswith("transformers."):
+    theirs = type(model).__module__.startswith("transformers.")
+    if not theirs or "loss_function" not in names_in(model):
         return False
     loss: Any = getattr(model, "loss_function", None)
     name = f"{getattr(loss, '__module__', '')}.{getattr(loss, '__name__', '')}"
