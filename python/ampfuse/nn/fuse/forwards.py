@@ -20,7 +20,6 @@ from ampfuse.nn.fuse.trace import (
     GraphKey,
     Untraceable,
     argument_type,
-    is_constant,
     is_graph_input,
     trace,
 )
@@ -202,8 +201,8 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
     """The constant attributes of `module` and its class, on which a graph may depend: names, and
     types with values."""
     names = [name for name in dir(module) if name[0] != "_" and name not in _OF_ALL_MODULES]
-    values = [(name, inspect.getattr_static(module, name, Ellipsis)) for name in names]
-    return [(name, argument_type(value)) for name, value in values if is_constant(value)]
+    kinds = [argument_type(inspect.getattr_static(module, name, ...)) for name in names]
+    return [pair for pair in zip(names, kinds, strict=True) if not is_graph_input(pair[1])]
 
 
 class _Variant(NamedTuple):

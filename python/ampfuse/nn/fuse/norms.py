@@ -121,30 +121,25 @@ def _computes_rms_norm(norm: Any) -> bool:
 
 def add_norm(norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``, fused if possible."""
-    spec = norm_spec(norm)
-    if spec is None or not same_shape_and_dtype(x, residual) or not _takes(spec, norm, x):
-        total = x + residual
-        return norm(total), total
-    y, total = _normalize(spec, norm, x, residual)
-    return y, total
+    if same_shape_and_dtype(x, residual) and (results := _normalize(norm, x, residual)):
+        return results[0], results[1]
+    total = x + residual
+    return norm(total), total
 
 
 def alone(norm: nn.Module, x: Tensor) -> Tensor | None:
     """``norm(x)`` of a layer or RMS norm, fused; None if that is not possible."""
+    results = _normalize(norm, x)
+    return results[0] if results else None
+
+
+def _normalize(norm: Any, x: Tensor, residual: Tensor | None = None) -> list[Tensor] | None:
+    """The norm, and with a residual the sum; None if they are not fused."""
     spec = norm_spec(norm)
-    return None if spec is None or not _takes(spec, norm, x) else _normalize(spec, norm, x)[0]
-
-
-def _takes(spec: NormSpec, norm: Any, x: Tensor) -> bool:
-    if torch.compiler.is_compiling():  # a compiler fuses it with more than we do
-        return False
-    return not spec.promotes or norm.weight.dtype == x.dtype
-
-
-def _normalize(
-    spec: NormSpec, norm: Any, x: Tensor, residual: Tensor | None = None
-) -> list[Tensor]:
-    """The norm, and with a residual the sum."""
+    if spec is None or torch.compiler.is_compiling():  # a compiler fuses it with more than we do
+        return None
+    if spec.promotes and norm.weight.dtype != x.dtype:
+        return None
     if spec.images:
         x = x.permute(0, 2, 3, 1)
         residual = None if residual is None else residual.permute(0, 2, 3, 1)

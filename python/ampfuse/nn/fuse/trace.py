@@ -46,16 +46,11 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, enum
 
 def argument_type(argument: Any) -> Any:
     """The type of `argument`, or the one of ARGUMENT_TYPES that it is an instance of; for a
-    constant, type and value."""
+    constant, which becomes part of a graph, type and value."""
     for kind in ARGUMENT_TYPES:
         if isinstance(argument, kind):
             return kind
-    return (type(argument), argument) if is_constant(argument) else type(argument)
-
-
-def is_constant(value: Any) -> bool:
-    """Whether `value` becomes part of a graph."""
-    return isinstance(value, _CONSTANTS)
+    return (type(argument), argument) if isinstance(argument, _CONSTANTS) else type(argument)
 
 
 def is_graph_input(kind: Any) -> bool:
