@@ -365,14 +365,23 @@ def test_the_scale_follows_torchs(overflows, interval, factor):
         assert torch.equal(ones[0].w, ones[1].w)
 
 
-def test_the_scale_stays_between_floor_and_ceiling():
-    one = One()
-    scaler = ours(init_scale=8.0, min_scale=4.0, max_scale=16.0, growth_interval=1)
-    scales = []
-    for gradient in (inf, inf, inf, 0.5, 0.5, 0.5, inf):
+@pytest.mark.parametrize(
+    ("options", "gradients", "expected"),
+    [
+        (
+            {"init_scale": 8.0, "min_scale": 4.0, "max_scale": 16.0},
+            (inf, inf, inf, 0.5, 0.5, 0.5, inf),
+            [4.0, 4.0, 4.0, 8.0, 16.0, 16.0, 8.0],
+        ),
+        ({"init_scale": 2.0**126, "max_scale": inf}, (0.0, 0.0, inf), [2.0**127] * 2 + [2.0**126]),
+    ],
+)
+def test_the_scale_stays_between_floor_and_ceiling(options, gradients, expected):
+    one, scaler, scales = One(), ours(growth_interval=1, **options), []
+    for gradient in gradients:
         one.train(scaler, gradient)
         scales.append(scaler.get_scale())
-    assert scales == [4.0, 4.0, 4.0, 8.0, 16.0, 16.0, 8.0]
+    assert scales == expected
 
 
 def test_state_dicts_are_torchs_both_ways():

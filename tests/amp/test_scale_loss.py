@@ -345,13 +345,19 @@ def test_the_scale_follows_its_rules(passes, interval, hysteresis, backoff):
             assert weight(optimizer) == value
 
 
-def test_the_scale_has_a_floor_by_default():
-    scaler = LossScaler("dynamic", init_scale=2.0**-22)
-    scaler.snapshot(torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("options", "overflow", "last"),
+    [
+        ({"init_scale": 2.0**-22}, True, 2.0**-24),
+        ({"init_scale": 2.0**30, "scale_window": 1}, False, 2.0**24),
+        ({"init_scale": 2.0**126, "scale_window": 1, "max_loss_scale": inf}, False, 2.0**127),
+    ],
+)
+def test_the_scale_stays_in_its_range(options, overflow, last):
+    scaler = LossScaler("dynamic", **options)
     for _ in range(5):
-        scaler.update([torch.ones(())])
-    assert scaler.loss_scale() == 2.0**-24
-    assert LossScaler("dynamic", init_scale=2.0**30).loss_scale() == 2.0**24
+        scaler.update([torch.tensor(float(overflow))])
+    assert scaler.loss_scale() == last
 
 
 def test_overflow_messages_are_for_those_who_wait(caplog):

@@ -698,9 +698,9 @@ def test_edits_of_the_state_are_free():
 # --- loss scales ---------------------------------------------------------------------------------
 
 SCALES = {
-    "loss_scale": (inf, nan, -1, 0, "1", None, torch.ones(2)),
-    "unskipped": (-1, nan, inf, "1", None),
-    "hysteresis_left": (-1, nan, "1"),
+    "loss_scale": (inf, nan, -1, 0, 1e39, 1e-60, "1", None, torch.ones(2)),
+    "unskipped": (-1, nan, inf, 2**31, "1", None),
+    "hysteresis_left": (-1, nan, 2**31, "1"),
 }
 
 
@@ -727,7 +727,7 @@ def test_damaged_loss_scales_are_refused(key):
     assert amp.state_dict() == {"loss_scaler0": right, "loss_scaler1": right}
 
 
-@pytest.mark.parametrize("scale", [inf, nan, -1.0])
+@pytest.mark.parametrize("scale", [inf, nan, -1.0, 1e39, 1e-60])
 def test_wrong_static_scales_are_refused(scale):
     with pytest.raises(ValueError, match=r"^loss_scale is .*positive and finite"):
         amp.LossScaler(scale)

@@ -175,8 +175,7 @@ def load_state_dict(state_dict: dict[str, Any], *, optimizer: Optimizer | None =
 
     Raises:
         RuntimeError: `state_dict` is not the state of loss scalers.
-        ValueError: a scale that is not positive and finite, or a count below 0. Nothing has changed
-            then.
+        ValueError: a scale or a count that FP32 or int32 cannot hold. Nothing has changed then.
     """
     session = _session(optimizer)
     if not session.enabled:

@@ -10,14 +10,11 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ampfuse import _core
-from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, ScaleRule
+from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, LARGEST_SCALE, ScaleRule
 from ampfuse.optim.base import handles_loss_scaling, under_grad_scaler
 from ampfuse.optim.fused import is_fused
 from ampfuse.optim.param_groups import check_optimizer, parameters
 from ampfuse.torch_utils import HALF_DTYPES, dynamo_disable
-
-# The largest power of two in FP32. torch has no ceiling, but refuses to grow to inf.
-_LARGEST_SCALE = 2.0**127
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -58,7 +55,7 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         *,
         min_scale: float = DEFAULT_MIN_SCALE,
-        max_scale: float = _LARGEST_SCALE,
+        max_scale: float = LARGEST_SCALE,
     ) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._min_scale = float(min_scale)
-        self._max_scale = float(max_scale)
+        self._max_scale = min(float(max_scale), LARGEST_SCALE)
         # The kernel of all loss scales takes one; at 1 the scale backs off at every overflow.
         self._hysteresis_tracker: Tensor | None = None
         if self._enabled:

@@ -13,12 +13,19 @@ import torch
 from torch import Tensor
 
 from ampfuse import _core
-from ampfuse.optim.options import COUNT, POSITIVE, Rule, check
+from ampfuse.optim.options import Rule, check
 from ampfuse.torch_utils import dynamo_disable
 
 # Without a minimum, a persistent NaN halves the scale to 0, and 1 / scale is inf from then on. This
 # one mirrors the default maximum of 2**24: far below any useful scale, and 1 / scale is exact.
 DEFAULT_MIN_SCALE = 2.0**-24
+# The largest power of two in FP32: the most that a scale can grow to.
+LARGEST_SCALE = 2.0**127
+
+# What scale and counters can hold on the device.
+_FP32 = torch.finfo(torch.float32)
+_SCALE = Rule(lambda value: _FP32.tiny <= value <= _FP32.max, "positive and finite in FP32")
+_COUNT = Rule(lambda value: 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
 
 
 class ScaleRule(NamedTuple):
@@ -35,14 +42,14 @@ class ScaleRule(NamedTuple):
         self, init_scale: float, low: str = "min_loss_scale", high: str = "max_loss_scale"
     ) -> None:
         """Raise ValueError for options that no loss scaler can work with; `low`, `high`: names."""
-        check("init_scale", init_scale, POSITIVE)
+        check("init_scale", init_scale, _SCALE)
         check("growth_factor", self.growth_factor, Rule(lambda value: value > 1, "above 1"))
         inside = Rule(lambda value: 0 < value < 1, "between 0 and 1")
         check("backoff_factor", self.backoff_factor, inside)
         whole = Rule(lambda value: 1 <= value == int(value), "a whole number of at least 1")
         check("growth_interval", self.growth_interval, whole)
         check("hysteresis", self.hysteresis, whole)
-        check(low, self.min_scale, POSITIVE)
+        check(low, self.min_scale, _SCALE)
         above = Rule(lambda value: value >= self.min_scale, f"at least {low}, {self.min_scale}")
         check(high, self.max_scale, above)
 
@@ -86,9 +93,13 @@ class LossScaler:
             scale_factor, backoff_factor, scale_window, low, max_loss_scale, hysteresis
         )
         rule.check(init_scale)
-        self._rule = rule._replace(growth_interval=int(scale_window), hysteresis=int(hysteresis))
+        self._rule = rule._replace(
+            growth_interval=int(scale_window),
+            max_scale=min(max_loss_scale, LARGEST_SCALE),
+            hysteresis=int(hysteresis),
+        )
         start = min(self._rule.max_scale, init_scale) if self.dynamic else float(loss_scale)
-        check("loss_scale", start, POSITIVE)
+        check("loss_scale", start, _SCALE)
         # On the CPU until the first loss shows which device to live on.
         self._scale = torch.tensor(start, dtype=torch.float32)
         self._growth_tracker = torch.tensor(0, dtype=torch.int32)
@@ -157,7 +168,7 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        check("loss_scale", value, POSITIVE)
+        check("loss_scale", value, _SCALE)
         self._scale.fill_(float(value))
         self.is_always_one = not self.dynamic and float(value) == 1.0
 
@@ -167,7 +178,7 @@ class LossScaler:
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        check("unskipped", value, COUNT)
+        check("unskipped", value, _COUNT)
         self._growth_tracker.fill_(int(value))
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,9 +196,9 @@ class LossScaler:
         """Raise RuntimeError if `state` is not a scaler's, and ValueError if it is damaged."""
         if not (isinstance(state, Mapping) and {"loss_scale", "unskipped"} <= state.keys()):
             raise RuntimeError(f"{name} must have 'loss_scale' and 'unskipped'; it is {state!r}.")
-        check(f"loss_scale of {name}", state["loss_scale"], POSITIVE)
+        check(f"loss_scale of {name}", state["loss_scale"], _SCALE)
         for key in ("unskipped", "hysteresis_left"):
-            check(f"{key} of {name}", state.get(key, 0), COUNT)
+            check(f"{key} of {name}", state.get(key, 0), _COUNT)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore scale and counters; whether the scale adapts stays as it was built.
