@@ -88,7 +88,9 @@ def everything(model, optimizer):
 
 
 COMPILED_AFTER, COMPILED_BEFORE = ("initialize", "compile"), ("compile", "initialize")
-OTHER_ORDERS = [
+EACH = [COMPILED_AFTER, COMPILED_BEFORE]
+ALL_ORDERS = [
+    *EACH,
     ("initialize", "compile in place"),
     ("compile in place", "initialize"),
     ("compile a part", "initialize"),
@@ -115,19 +117,26 @@ def run_compiled(level, order, backend="aot_eager", mode=None, device="cpu", **o
     return {name.replace("_orig_mod.", ""): value for name, value in tensors.items()}
 
 
+QUICK = [
+    ("O2", False, ALL_ORDERS),
+    ("O1", False, EACH),
+    ("O2", True, [COMPILED_BEFORE]),
+    ("O1", True, [COMPILED_AFTER]),
+]
+SLOW = [("O1", False, ALL_ORDERS[2:]), ("O2", True, [COMPILED_AFTER])]
+SLOW += [("O1", True, [COMPILED_BEFORE])]
+SLOW += [(level, False, EACH) for level in LEVELS if level not in DYNAMIC]
+
+
 @pytest.mark.parametrize(
-    ("level", "fuse"),
-    [
-        *((level, fuse) for level in DYNAMIC for fuse in (False, True)),
-        *(pytest.param(n, False, marks=pytest.mark.slow) for n in LEVELS if n not in DYNAMIC),
-    ],
+    ("level", "fuse", "orders"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_compiled_models_train_to_the_bits_of_uncompiled_ones(level, fuse):
+def test_compiled_models_train_to_the_bits_of_uncompiled_ones(level, fuse, orders):
     # A compiled model leaves its activations to the compiler.
     expected = run_compiled(level, ["fuse norms"] * fuse + ["initialize"])
     assert expected["skipped"] == (level in DYNAMIC)
-    others = OTHER_ORDERS if level in DYNAMIC and not fuse else []
-    for order in (COMPILED_AFTER, COMPILED_BEFORE, *others):
+    for order in orders:
         torch._dynamo.reset()
         counters.clear()
         assert_same_bits(run_compiled(level, order, fuse=fuse), expected)

@@ -24,7 +24,16 @@ from torch.optim import lr_scheduler as lrs
 from ampfuse import amp, graphs, optim
 from ampfuse.graphs import make_graphed_step
 from ampfuse.nn import fuse, recompute_norms
-from cases import MODES, QUANTIZED, assert_same_bits, bf16, f16, history_of_norms, never_waiting
+from cases import (
+    MODES,
+    QUANTIZED,
+    assert_same_bits,
+    bf16,
+    f16,
+    history_of_norms,
+    never_waiting,
+    slow_in_emulation,
+)
 
 
 class StandIn:
@@ -305,7 +314,8 @@ def assert_trains_alike(ours, train, twin, feed, schedulers=(None, None)):
 
 
 @pytest.mark.filterwarnings("error:.*lr_scheduler")
-@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.covers(1)
+@pytest.mark.parametrize("scheduled", [True, False])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_graphed_steps_train_like_eager_ones(name, scheduled, machine):
     bad = () if name in STATIC else BAD
@@ -331,7 +341,8 @@ def test_replays_count_as_steps(stand_in):
         step._captured.note_replay()
 
 
-@pytest.mark.parametrize("name", ["O1", "O2", "O5"])
+@slow_in_emulation
+@pytest.mark.parametrize("name", ["O1", "O2", pytest.param("O5", marks=pytest.mark.slow)])
 def test_a_compiled_model_is_captured_too(name, machine):
     """It is compiled in the first calls, before the capture, and not again."""
     torch._dynamo.reset()
@@ -363,6 +374,7 @@ def convolutional(level, recomputed, device):
     return Training(Recomputed(model) if recomputed else model, optimizer, under_amp=True)
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_fused_batch_norms_are_captured(level, recomputed, hardware, monkeypatch):
@@ -401,6 +413,7 @@ def test_making_a_step_does_not_train(name, trained, machine):
     assert training.optimizer._rehearsal is None
 
 
+@slow_in_emulation
 @pytest.mark.parametrize("name", ["O1", "O2", "O5", "adamw"])
 def test_eager_steps_may_come_in_between(name, machine):
     """With gradients of their own, and some that no step uses."""
@@ -463,7 +476,8 @@ def state_dict(training):
     return copy.deepcopy(saved)
 
 
-@pytest.mark.parametrize("edit", [clamp, load_model, load_everything, clear_states])
+@pytest.mark.covers(1)
+@pytest.mark.parametrize("edit", [load_everything, clear_states, clamp, load_model])
 @pytest.mark.parametrize("name", ["O2", "O2, clipping", "O5", "adamw", *COMPACT])
 def test_edits_in_between_are_seen(name, edit, machine):
     """Of weights, states and scales; the graph goes on in the memory it knows."""
@@ -483,6 +497,7 @@ def test_edits_in_between_are_seen(name, edit, machine):
     assert_same_bits(graphed, expected)
 
 
+@slow_in_emulation
 @pytest.mark.parametrize("name", ["O2", "adamw", "sgd", *COMPACT])
 def test_a_checkpoint_of_graphed_steps_resumes_eagerly_and_graphed(name, machine):
     feed = list(batches(machine, 24))
