@@ -1,6 +1,7 @@
 """Small trainings, at a level or in plain torch, and the models and weights that they train."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -108,12 +109,21 @@ def losses_beside_plain_torch(make, level, clips=(None, None)):
 
     `clips` are those of both, see `Training.clip`.
     """
-    plain, amped = Training(make), Training(make)
+    clip, plain_clip = clips
+    amped = Training(make)
+    kind = type(amped.optimizer)
     amped.initialize(level, keep_batchnorm_fp32=True if level == "O3" else None)
-    amped.clip, plain.clip = clips
+    amped.clip = clip
     assert isinstance(amped.optimizer, AmpOptimizer)
-    assert isinstance(amped.optimizer, type(plain.optimizer))
-    return amped, amped.steps(range(25)), plain.steps(range(25))
+    assert isinstance(amped.optimizer, kind)
+    return amped, amped.steps(range(25)), plain_losses(make, plain_clip)
+
+
+@functools.cache  # for all levels
+def plain_losses(make, clip):
+    plain = Training(make)
+    plain.clip = clip
+    return plain.steps(range(25))
 
 
 def assert_follows(losses, expected, level):

@@ -566,7 +566,9 @@ def test_classes_of_models_do_not_share_the_compilers_limit():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize(
+    "level", [*("O1", "O2", "O5"), *(pytest.param(n, marks=pytest.mark.slow) for n in ("O0", "O3"))]
+)
 def test_scripted_parts_are_cast_trained_and_saved(level):
     """apex's state-dict hook failed on them."""
     torch.manual_seed(0)

@@ -236,10 +236,16 @@ USES = {
     "dual": dual,
     "every other row, compiled": lambda y: aot(lambda z: ce(z, TARGET[::2]))(y[::2]),
 }
-RUNS = [
-    *((use, "as it is") for use in USES),
+IN_A_GRAPH = [
     *((use, how) for use in COMPILED for how in ("compiled", "detached and compiled")),
     *((use, "compiled with its model") for use in WITH_MODEL),
+]
+EVERY_USE = [(use, "as it is", level) for use in USES for level in ("O1", "O5")]
+# The levels take turns in quick runs.
+EVERY_USE += [
+    pytest.param(*run, level, marks=() if (i + i // 2 + j) % 2 else pytest.mark.exhaustive)
+    for i, run in enumerate(IN_A_GRAPH)
+    for j, level in enumerate(("O1", "O5"))
 ]
 
 
@@ -265,8 +271,7 @@ def assert_alike(found, right, model, reference, atol=1e-3):
         same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("level", ["O1", "O5"])
-@pytest.mark.parametrize(("use", "how"), RUNS)
+@pytest.mark.parametrize(("use", "how", "level"), EVERY_USE)
 def test_in_every_use_it_is_the_float32_tensor(use, how, level):
     model, reference = initialized(level), initialized(level, cast_model_outputs=f32)
     if how == "compiled with its model":

@@ -249,6 +249,7 @@ def casts(call):
     return sum(e.count for e in profiled.key_averages() if e.key == "aten::_to_copy")
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("first", [True, False], ids=["compiled with", "compiled without"])

@@ -343,7 +343,7 @@ def test_inductor_makes_no_fp32_logits(level, run, loss):
     check(level, loss, model, *INDUCTOR[run](model, LOSSES[loss]))
 
 
-# --- two processes --------------------------------------------------------------------------------
+# --- models of several processes -----------------------------------------------------------------
 
 
 def accumulating(model, loss_of):
@@ -382,8 +382,17 @@ PARALLEL = {
 }
 
 
+def test_parallel_models_make_no_fp32_logits(one_process):
+    assert_parallel_models_make_none()
+
+
+@pytest.mark.slow
 @on_ranks(2)
 def test_two_processes_make_no_fp32_logits():
+    assert_parallel_models_make_none()
+
+
+def assert_parallel_models_make_none():
     for level, loss in (("O2", "flatten"), ("O5", "shifted, float")):
         for name, run in PARALLEL.items():
             torch._dynamo.reset()

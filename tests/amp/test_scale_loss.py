@@ -69,6 +69,7 @@ def test_it_yields_the_loss_in_fp32_times_the_scale(level, dtype):
             assert scaled.shape == shape
 
 
+@pytest.mark.covers(2)
 @levels
 @pytest.mark.parametrize("loss_scale", [None, 1.0, "128.0", "dynamic"])
 @pytest.mark.parametrize("delay", [None, "delay_unscale", "delay_overflow_check"])
@@ -132,6 +133,7 @@ ZEROING = {
 }
 
 
+@pytest.mark.covers(2)
 @pytest.mark.filterwarnings("error")
 @levels
 @pytest.mark.parametrize("zero", ZEROING)
@@ -185,6 +187,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     ("kind", "level", "options"),
@@ -518,7 +521,7 @@ def test_the_weight_cache_of_autocast_is_dropped(kind):
 
 
 MAX_NORM = 0.1  # below that of every gradient here
-
+DESCENT = functools.partial(torch.optim.SGD, lr=1.0)  # the size of the gradients matters
 
 CLIPS = {
     "torch": lambda t: nn.utils.clip_grad_norm_(t.model.parameters(), MAX_NORM),
@@ -533,10 +536,8 @@ CLIPS = {
 @levels
 @pytest.mark.parametrize("clip", CLIPS)
 def test_scaled_gradients_are_clipped_as_in_plain_torch(level, clip):
-    """With SGD, so that the size of the gradients matters."""
-    sgd = functools.partial(torch.optim.SGD, lr=1.0)
     clips = CLIPS[clip], CLIPS["torch"]
-    training, losses, expected = losses_beside_plain_torch(sgd, level, clips)
+    training, losses, expected = losses_beside_plain_torch(DESCENT, level, clips)
     assert_follows(losses, expected, level)
     if level in WITH_MASTERS:
         assert_masters_round_to_weights(training)

@@ -1,8 +1,8 @@
 """Several losses, models and optimizers before one step: an overflow is its own pass's alone.
 
-Every combination of which loss overflows, in which model and iteration, against plain FP32 training
-that leaves out exactly the steps of the optimizers that were listed for that loss. The combinations
-are those of apex's own tests of multiple models, losses and optimizers.
+A loss overflows, in some model and iteration, against plain FP32 training that leaves out exactly
+the steps of the optimizers that were listed for that loss. The combinations are those of apex's own
+tests of multiple models, losses and optimizers; in quick runs all pairs meet.
 """
 
 import functools
@@ -146,7 +146,7 @@ def cases():
                 yield pytest.param(set_up, level, zero, bad, marks=marks)
 
 
-@pytest.mark.covers(3)
+@pytest.mark.covers(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(("set_up", "level", "zero", "bad"), list(cases()), ids=str)
 def test_an_overflow_belongs_to_the_pass_that_made_it(set_up, level, zero, bad, kind):

@@ -326,6 +326,7 @@ def test_the_message_says_how_to_initialize_again(level, cls):
 # --- memory formats -------------------------------------------------------------------------------
 
 
+@pytest.mark.covers(2)
 @pytest.mark.filterwarnings("ignore:O. casts inside")
 @pytest.mark.parametrize("when", range(3))
 @pytest.mark.parametrize(
@@ -414,6 +415,7 @@ STRANGERS |= {name: lambda m, *_, of=of: changed(m, of) for name, of in CHANGES.
 NONE_TRAINED = {"a copy", "to_empty", "assign", "another model"}
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("case", STRANGERS)
 def test_an_optimizer_of_parameters_that_no_model_has(case, level, caplog, request):
