@@ -44,6 +44,7 @@ OPTIMIZERS = {
 FUSED = ("SGD", "Adam", "AdamW", "ours", "Adagrad", "LAMB", "NovoGrad")
 # O3 has no masters: states of a step in FP16 underflow (eps of 1e-8 is 0) unless it is ours.
 IN_PURE_FP16 = (*FUSED, "hand-written", "LBFGS")
+QUICK = ("O1", "O2", "O5")
 SOME = ("SGD", "AdamW", "Adagrad", "LAMB", "NovoGrad", "RMSprop", "hand-written", "subclass")
 # Only half weights of fused optimizers are split.
 SPLIT = [
@@ -53,8 +54,15 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        # The others go the way of one of SOME.
+        pytest.param(name, level, marks=() if name in SOME or level in QUICK else pytest.mark.slow)
+        for name in OPTIMIZERS
+        for level in LEVELS
+    ],
+)
 def test_training_follows_plain_torch(name, level):
     training = train_as_in_plain_torch(OPTIMIZERS[name], level, name in IN_PURE_FP16)
     assert isinstance(training.optimizer, GenericOptimizer) == (name not in FUSED)
