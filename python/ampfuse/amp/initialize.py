@@ -185,35 +185,23 @@ def set_up(
 
     `own_masters`: optimizers that were built with masters keep their kind.
     """
-    policy, verbosity = session.policy, session.verbosity
+    policy = session.policy
     assert policy is not None
     model_list = _as_list(models, nn.Module, "models", "a torch.nn.Module")
     listed = [] if optimizers is None else optimizers
     optimizer_list = _as_list(listed, Optimizer, "optimizers", "a torch.optim.Optimizer")
     names = {id(parameter): name for name, parameter in _named_parameters(model_list)}
-    for model in model_list:
-        _check_model(model)
-    _check_half_parameters(model_list, policy, allow_half)
-    if len(set(map(id, optimizer_list))) < len(optimizer_list):
-        raise RuntimeError("The same optimizer is listed twice.")
     keep_own = own_masters and policy.model_is_low_precision
     masters = [_masters_of(optimizer, policy, keep_own) for optimizer in optimizer_list]
-    for optimizer, kind in zip(optimizer_list, masters, strict=True):
-        check_upgrade(optimizer, kind)
-        _check_optimizer(optimizer, policy, names)
-    _check_devices(model_list if policy.fuse else [], optimizer_list, names)
-    if verbosity >= 1:
-        _log.info("%s", policy)
-    _check_unknown_parameters(model_list, optimizer_list, names)
-    _warn_of_shared(optimizer_list, names)
-    for model in model_list if policy.weights_type is torch.float16 else ():
-        warn_of_range(model, policy)
+    _check(model_list, optimizer_list, masters, names, policy, allow_half)
 
+    if session.verbosity >= 1:
+        _log.info("%s", policy)
     exact = {}
     if any(masters) and not _trains_with_others():
         exact = _float32_values(optimizer_list, policy)
     for model in model_list:
-        _set_up_model(model, policy, verbosity)
+        _set_up_model(model, policy, session.verbosity)
     for optimizer, kind in zip(optimizer_list, masters, strict=True):
         _upgrade(optimizer, kind, names, exact)
         optimizer.skip_on_overflow = policy.is_dynamic
@@ -270,6 +258,42 @@ def _upgrade(
             optimizer.restore_master(master, state, exact[id(original)])
 
 
+def _trains_with_others() -> bool:
+    """Whether other processes train the same model.
+
+    DistributedDataParallel broadcasts the first process's weights, which are half then. Masters
+    that start from them are equal; masters of FP32 weights would differ between processes. Before
+    there is a process group, torchrun's environment counts; the log says which of the two did.
+    """
+    distributed = torch.distributed
+    is_sure = distributed.is_available() and distributed.is_initialized()
+    size = distributed.get_world_size() if is_sure else os.environ.get("WORLD_SIZE") or "1"
+    if str(size) == "1":
+        return False
+    _log.log(
+        logging.INFO if is_sure or "TORCHELASTIC_RUN_ID" in os.environ else logging.WARNING,
+        "Masters start from the rounded weights, which DistributedDataParallel broadcasts, because "
+        "%s says that %s processes train. In a single process they start from the FP32 weights, so "
+        "results differ.",
+        "the process group" if is_sure else "WORLD_SIZE in the environment",
+        size,
+    )
+    return True
+
+
+def _float32_values(optimizers: list[Any], policy: Policy) -> dict[int, Tensor]:
+    """The exact FP32 values, by id, of the parameters that the cast will round.
+
+    For an FP32 parameter that is its present memory, which the cast does not reuse: no copy.
+    """
+    return {
+        id(p): p.detach().float()
+        for optimizer in optimizers
+        for p in parameters(optimizer)
+        if p.is_floating_point() and p.dtype != policy.weights_type
+    }
+
+
 def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
     """Implement :func:`initialize` with ``enabled=False``."""
     sessions.set_latest(session)
@@ -277,6 +301,36 @@ def turn_off(models: Any, optimizers: Any, session: sessions.Session) -> Any:
         if isinstance(item, Optimizer):  # the argument was not checked
             item._amp_session = session  # type: ignore[attr-defined]
     return models if optimizers is None else (models, optimizers)
+
+
+# --- what is checked before anything changes ------------------------------------------------------
+
+
+def _check(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    masters: list[bool | Literal["split"]],
+    names: dict[int, str],
+    policy: Policy,
+    allow_half: bool,
+) -> None:
+    """Raise for what cannot train under `policy`, and warn of what may not be meant.
+
+    `masters` are the kinds of the optimizers' masters, `names` those of parameters by id.
+    """
+    for model in models:
+        _check_model(model)
+    _check_half_parameters(models, policy, allow_half)
+    if len(set(map(id, optimizers))) < len(optimizers):
+        raise RuntimeError("The same optimizer is listed twice.")
+    for optimizer, kind in zip(optimizers, masters, strict=True):
+        check_upgrade(optimizer, kind)
+        _check_optimizer(optimizer, policy, names)
+    _check_devices(models if policy.fuse else [], optimizers, names)
+    _check_unknown_parameters(models, optimizers, names)
+    _warn_of_shared(optimizers, names)
+    for model in models if policy.weights_type is torch.float16 else ():
+        warn_of_range(model, policy)
 
 
 def _as_list(value: Any, kind: type, name: str, article: str) -> list[Any]:
@@ -332,7 +386,7 @@ def _check_half_parameters(models: list[nn.Module], policy: Policy, allow: bool)
         f"The model already has {len(half)} half-precision parameter(s), the first being {name!r} "
         f"({kind}). Their masters start as exact copies, without the digits lost in the earlier "
         "cast: if you have the weights in FP32, load those and let amp.initialize cast them.",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -442,39 +496,3 @@ def _some_is_forgotten(params: list[Tensor]) -> bool:
 
 
 _OF_OPTIMIZERS = (list, tuple, defaultdict)  # groups, and the state
-
-
-def _trains_with_others() -> bool:
-    """Whether other processes train the same model.
-
-    DistributedDataParallel broadcasts the first process's weights, which are half then. Masters
-    that start from them are equal; masters of FP32 weights would differ between processes. Before
-    there is a process group, torchrun's environment counts; the log says which of the two did.
-    """
-    distributed = torch.distributed
-    is_sure = distributed.is_available() and distributed.is_initialized()
-    size = distributed.get_world_size() if is_sure else os.environ.get("WORLD_SIZE") or "1"
-    if str(size) == "1":
-        return False
-    _log.log(
-        logging.INFO if is_sure or "TORCHELASTIC_RUN_ID" in os.environ else logging.WARNING,
-        "Masters start from the rounded weights, which DistributedDataParallel broadcasts, because "
-        "%s says that %s processes train. In a single process they start from the FP32 weights, so "
-        "results differ.",
-        "the process group" if is_sure else "WORLD_SIZE in the environment",
-        size,
-    )
-    return True
-
-
-def _float32_values(optimizers: list[Any], policy: Policy) -> dict[int, Tensor]:
-    """The exact FP32 values, by id, of the parameters that the cast will round.
-
-    For an FP32 parameter that is its present memory, which the cast does not reuse: no copy.
-    """
-    return {
-        id(p): p.detach().float()
-        for optimizer in optimizers
-        for p in parameters(optimizer)
-        if p.is_floating_point() and p.dtype != policy.weights_type
-    }

@@ -68,7 +68,7 @@ def warn_of_range(model: nn.Module, policy: Policy) -> None:
             f"{policy.opt_level} casts weights to float16, whose largest number is 65504, so the "
             f"largest values become inf in {', '.join(lost[:3])}{more}. Use O5 or O4, whose BF16 "
             "has FP32's range, or rescale these weights before amp.initialize.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
