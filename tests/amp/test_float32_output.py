@@ -165,6 +165,8 @@ USES = {
     "pickled": lambda y: pickle.loads(pickle.dumps(y.detach())),
     "saved": lambda y: through_a_file(y.detach()),
     "copied": lambda y: copy.deepcopy(y.detach()),
+    "a template": lambda y: torch.empty(0).resize_as_(y.detach()).zero_(),
+    "set from it": lambda y: torch.empty(0).set_(y.detach()).clone(),
     "bits": lambda y: y.detach().view(torch.int32),
     "double": lambda y: y.double() * 2,
     "half": lambda y: y.half() * 2,

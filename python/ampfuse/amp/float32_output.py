@@ -194,7 +194,7 @@ class Float32Output(Tensor):
         if _is_view(func) and isinstance(args[0], cls):
             return _view(func, args[0], *args[1:], **kwargs)
         writes = func._schema.is_mutable
-        if writes and torch.Tag.inplace_view in func.tags:
+        if writes and torch.Tag.inplace_view in func.tags and isinstance(args[0], cls):
             return _change_in_place(func, args, kwargs)
         return _in_float32(func, writes or torch.is_grad_enabled(), args, kwargs)
 
