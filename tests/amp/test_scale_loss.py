@@ -244,6 +244,19 @@ def test_a_step_that_is_made_again_uses_the_same_gradients(level, read):
     assert stepped(optimizer) == 0.25
 
 
+@pytest.mark.parametrize(("level", "options"), MASTERS)
+def test_a_gradient_that_was_read_is_no_part_of_the_state(level, options):
+    model, optimizer = initialized(level, **options)
+    give_gradient(model, optimizer, 0.25)
+    assert gradient_of(optimizer) == 0.25
+    saved = copy.deepcopy(optimizer.state_dict()["state"])
+    for twin, copied in ((model, optimizer), copy.deepcopy((model, optimizer))):
+        assert_same(copied.state_dict()["state"], saved)
+        copied.zero_grad()
+        give_gradient(twin, copied, 0.25)
+        assert stepped(copied) == 0.75
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD])
 def test_gradients_survive_parameters_that_are_taken_out(level, kind):

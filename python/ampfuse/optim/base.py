@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -19,7 +20,7 @@ from ampfuse._schema import ALGORITHMS, Algorithm
 from ampfuse.optim import checkpoints
 from ampfuse.optim.gradients import ScaledGradients
 from ampfuse.optim.last_step import REASONS, LastStep, SkipWatch, skipped_steps
-from ampfuse.optim.masters import MASTERS, has_begun
+from ampfuse.optim.masters import MASTERS, has_begun, without_gradient
 from ampfuse.optim.options import RULES
 from ampfuse.optim.param_groups import parameters, with_wrapped
 from ampfuse.torch_utils import Function
@@ -262,6 +263,9 @@ class AmpOptimizer(ScaledGradients):
         own = {key: self.__dict__[key] for key in self._copied if key in self.__dict__}
         if (history := self._rows.history()) is not None:
             own["_step_history"] = history.clone()
+        if self.master_weights == "split":
+            states = {param: without_gradient(state) for param, state in self.state.items()}
+            own["state"] = defaultdict(dict, states)
         return {**super().__getstate__(), **own}
 
 

@@ -24,6 +24,7 @@ from ampfuse.optim.masters import (
     exact_float32,
     has_begun,
     with_whole_master,
+    without_gradient,
 )
 from ampfuse.optim.options import COUNT, check
 from ampfuse.optim.param_groups import parameters, with_groups
@@ -45,7 +46,7 @@ def with_masters(optimizer: Any, state_dict: dict[str, Any], *, decoded: bool) -
     """
     states = state_dict.setdefault("state", {})  # a wrapper's own format may have none
     for i, (group, param) in enumerate(with_groups(optimizer)):
-        state = dict(states.get(i, {}))
+        state = dict(without_gradient(states.get(i, {})))
         if isinstance(param, MasterParameter):
             state["master_param"] = param.detach()
         if decoded or is_sharded(param):

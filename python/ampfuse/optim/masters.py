@@ -48,6 +48,13 @@ def with_whole_master(state: dict[str, Any], param: Tensor) -> None:
         state["master_param"] = joined_master(param, state.pop("master_remainder"))
 
 
+def without_gradient(state: Any) -> Any:
+    """A state that can be copied: the remainder of a split master may have an FP32 gradient."""
+    if not isinstance(state, dict) or "master_remainder" not in state:
+        return state
+    return {**state, "master_remainder": state["master_remainder"].detach()}
+
+
 def has_begun(state: Any) -> bool:
     """Whether the state of a parameter holds more than its master, as it does after a step."""
     return not isinstance(state, dict) or not state.keys() <= {*MASTERS, "_model_version"}
