@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampfuse import _core, cpu_half_ops
@@ -135,6 +135,7 @@ def test_each_attention_is_right(name):
     assert_right(Case(*(tokens if isinstance(tokens, tuple) else [tokens]), **options))
 
 
+@settings(max_examples=30, deadline=None)
 @given(
     queries=st.integers(1, 300), keys=st.integers(1, 300), half_width=st.integers(1, 70),
     heads=st.integers(2, 3), layout=st.sampled_from(LAYOUTS), is_causal=st.booleans(),
