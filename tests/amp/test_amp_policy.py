@@ -6,10 +6,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ampfuse.amp.policy import LEVELS, make_policy, parse_loss_scale
+from ampfuse.amp.policy import LEVELS, make_policy
 from cases import bf16, f16, f32, f64
 
 AUTOCASTING = ("O1", "O4")
@@ -62,6 +60,7 @@ OVERRIDES = [
     *(("master_weights", value, ValueError, RuntimeError) for value in ("yes", "Split", 2, f32)),
     ("patch_torch_functions", "False", False, False),
     ("fuse", "False", False, False),
+    ("fuse", None, False, False),  # the level's
     *((name, "yes", ValueError, ValueError) for name in ("patch_torch_functions", "fuse")),
     *(("loss_scale", value, 128.0, 128.0) for value in (128, "128.0")),
     *(("loss_scale", value, value, value) for value in (0.5, "dynamic")),
@@ -99,15 +98,3 @@ def test_the_type_of_patched_functions_is_that_of_the_level(level, dtype):
     refused = pytest.raises(RuntimeError, match="patch_torch_functions_type")
     with contextlib.nullcontext() if dtype == TABLE[level][2] else refused:
         make_policy(level, patch_torch_functions_type=dtype)
-
-
-@given(st.floats(min_value=1e-30, max_value=1e30))
-def test_loss_scale_survives_the_command_line(scale):
-    assert parse_loss_scale(str(scale)) == parse_loss_scale(scale) == scale
-
-
-def test_overrides_left_out_keep_the_level():
-    nothing = dict.fromkeys(
-        ("cast_model_type", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-    )
-    assert make_policy("O2", **nothing) == LEVELS["O2"]

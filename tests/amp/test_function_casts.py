@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from ampfuse import amp
-from ampfuse.amp import function_casts
 from cases import LEVELS, bf16, f16, f32, f64
 
 CASTS = {
@@ -14,13 +13,6 @@ CASTS = {
     "float": (amp.float_function, amp.register_float_function, f32),
     "promote": (amp.promote_function, amp.register_promote_function, f32),
 }
-
-
-@pytest.fixture(autouse=True)
-def off_afterwards():
-    yield
-    function_casts.restore_registered()
-    amp.initialize(nn.Linear(1, 1), enabled=False)
 
 
 def types(*tensors):
