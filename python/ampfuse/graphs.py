@@ -43,6 +43,9 @@ class GraphedCall:
     Arguments:
         call: takes and returns tensors (a tuple of them). It must not wait for the device, and what
             it does on the host happens at the first four calls only.
+
+    Raises:
+        ValueError: a tensor of another shape or dtype than the captured one.
     """
 
     def __init__(self, call: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -57,6 +60,10 @@ class GraphedCall:
             return self._eagerly(*tensors)
         if self._graph is None:
             self.capture(*tensors)
+        for static, tensor in zip(self._tensors, tensors, strict=True):
+            if tensor.shape != static.shape or tensor.dtype != static.dtype:  # copy_ would convert
+                now, then = _describe(tensor), _describe(static)
+                raise ValueError(f"a tensor is {now}, and the call was captured with {then}.")
         for static, tensor in zip(self._tensors, tensors, strict=True):
             static.copy_(tensor.detach(), non_blocking=True)
         self._graph.replay()  # type: ignore[union-attr] # capturing alone computes nothing

@@ -630,6 +630,16 @@ def test_other_batches_are_refused(name, stand_in):
     step(X, Y)
 
 
+@pytest.mark.parametrize("other", [X[:1], X.double()])
+def test_a_captured_call_takes_no_other_tensors(other):
+    """copy_ would repeat a batch of one, and convert types."""
+    call = graphs.GraphedCall(lambda x: (x,))
+    call._calls, call._graph, call._tensors = graphs.EAGER_CALLS, Mock(), [X.clone()]
+    with pytest.raises(ValueError, match=r"a tensor is .* captured with torch.float32 \(8, 6\)"):
+        call(-other)
+    assert torch.equal(call._tensors[0], X)
+
+
 # --- what cannot be captured ----------------------------------------------------------------------
 
 
