@@ -10,7 +10,7 @@ from torch import nn
 
 from ampfuse import amp
 from cases import LEVELS, assert_same, bf16, f16, f32, f64
-from trainings import give_gradient, gradient_of, initialized, sgd, stepped
+from trainings import backward, give_gradient, gradient_of, initialized, sgd, stepped
 
 levels = pytest.mark.parametrize("level", LEVELS)
 
@@ -209,6 +209,26 @@ def test_half_models_are_taken_over_exactly_with_a_word(level, dtype):
 def test_half_models_are_taken_on_request_or_frozen():
     initialized("O1", nn.Linear(4, 4).half(), allow_incoming_model_not_fp32=True)
     initialized("O1", nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 4)))
+
+
+@levels
+@pytest.mark.parametrize("trains", [False, True])
+def test_lazy_modules_are_cast_once_they_have_shapes(level, trains):
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)), torch.ones(1, 2)
+    optimizer = sgd(model) if trains else None
+    if level in ("O2", "O3", "O5"):
+        with pytest.raises(RuntimeError, match=r"'1\.weight' has no shape yet"):
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        assert model[0].weight.dtype == f32
+        model(x)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    out = model(x)
+    assert (out.dtype, out.shape) == (f32, (1, 3))
+    if trains:
+        before = model[1].weight.detach().clone()
+        backward(out.sum() / 64, optimizer)
+        optimizer.step()
+        assert not torch.equal(model[1].weight, before)
 
 
 @pytest.mark.filterwarnings("error")

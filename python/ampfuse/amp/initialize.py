@@ -107,7 +107,8 @@ def initialize(
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
             DistributedDataParallel; an optimizer that is initialized already, or optimizers that
             hold no parameter of the models; parameters on the meta device, or on one without
-            kernels; trainable half parameters at a level that expects FP32 ones.
+            kernels; at O2, O3 and O5 lazy modules that were not called yet; trainable half
+            parameters at a level that expects FP32 ones.
         TypeError: `models` or `optimizers` have another type; parameters of a type that the
             optimizers do not support (float64, complex, tensors without memory of their own).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`;
@@ -320,6 +321,12 @@ def _check(
     """
     for model in models:
         _check_model(model)
+    for name, parameter in _named_parameters(models) if policy.model_is_low_precision else ():
+        if nn.parameter.is_lazy(parameter):
+            raise RuntimeError(
+                f"Parameter {name!r} has no shape yet, so it cannot be cast: call the model once "
+                "before amp.initialize."
+            )
     _check_half_parameters(models, policy, allow_half)
     if len(set(map(id, optimizers))) < len(optimizers):
         raise RuntimeError("The same optimizer is listed twice.")
@@ -446,7 +453,7 @@ def _check_unknown_parameters(
     stepped = {id(param) for params in held for param in params}
     own = [list(eager_module(model).parameters()) for model in models]
     left_out = [p for listed in own for p in listed if p.requires_grad and id(p) not in stepped]
-    if not left_out:
+    if not (optimizers and left_out):
         return
     is_none_trained = stepped.isdisjoint(names)
     shapes = [[p.shape for p in listed] for listed in own if stepped.isdisjoint(map(id, listed))]
