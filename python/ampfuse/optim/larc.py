@@ -171,7 +171,7 @@ class Layerwise:
             tensor = lr.to(device, torch.float32) if isinstance(lr, Tensor) else None
             number = 0.0 if tensor is not None else float(lr)
             values = dict(dataclasses.asdict(self), layerwise=1, lr=number, weight_decay=decay)
-            steps = torch.empty(len(grads), device=device)  # not read
+            steps = torch.zeros(len(grads), device=device)  # the kernels count, for nobody
             _core.C.step(
                 "layerwise", grads, params, [], [], grads,
                 steps, None, tensor, values, None, None,
