@@ -20,7 +20,9 @@ import torch.distributed as dist
 from ampfuse import _core
 from ampfuse.amp import cast_state, function_casts
 from cases import GPU, emulated_module
-from programs import in_processes
+from programs import in_processes, use_one_gloo_worker
+
+use_one_gloo_worker()
 
 # With a workspace of its own for each stream, cuBLAS gives the same bits in every run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -8,6 +8,7 @@ interpreter does.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import importlib
 import inspect
@@ -138,6 +139,31 @@ def free_port() -> int:
             return port
 
 
+def use_one_gloo_worker() -> None:
+    """Have torch's gloo run the collectives of a group in one thread.
+
+    By default it has two, which write the name of the collective that they completed into one
+    std::string without a lock (ProcessGroupGloo::runLoop; seen in torch 2.15). Names of more than
+    15 characters are on the heap, as ALLGATHER_INTO_TENSOR_COALESCED of DTensor: now and then such
+    a process ended with "malloc(): unaligned tcache chunk detected".
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    init = ProcessGroupGloo.__init__
+
+    def init_with_one_worker(
+        self: Any, store: Any, rank: int, size: int, *, timeout: timedelta, **others: bool
+    ) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_default_device()]
+        options._threads, options._timeout = 1, timeout
+        for name, value in others.items():
+            setattr(options, name, value)
+        init(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = init_with_one_worker
+
+
 class Program:
     """A Python program in a forked process. It runs while the test goes on."""
 
@@ -187,11 +213,14 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str) -> None
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
         with open(f"{folder}/{name}", "w") as file:
             os.dup2(file.fileno(), stream.fileno())
+    faulthandler.enable()  # a process that aborts says where
     os.environ.clear()
     os.environ.update(environment)
     if arguments[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
         del arguments[:2]
+    if "WORLD_SIZE" in environment:
+        use_one_gloo_worker()
     kind = arguments.pop(0) if arguments[0] in ("-c", "-m") else None
     program, *sys.argv[1:] = arguments
     if kind == "-c":
