@@ -17,7 +17,7 @@ from typing import Any
 
 import harness.environment  # noqa: F401 - before torch, which reads the environment
 import torch
-from harness.measuring import Worker, held_bytes, measure
+from harness.measuring import Worker, WorkerError, held_bytes, measure
 from harness.options import options_of
 from harness.results import RESULTS, Results, conditions, put, rows_of
 from nets import AmpfuseStep, Step, TorchAmp
@@ -152,15 +152,21 @@ def main() -> None:
 
     def worker_of(name: str, stack: ExitStack) -> Any:
         worker = stack.enter_context(Worker(device, with_ampfuse="O5" in name))
-        return worker.variant(VARIANTS[name], options.quick, device)
+        try:
+            return worker.variant(VARIANTS[name], options.quick, device)
+        except WorkerError as error:  # keeps no other from being measured
+            print(f"{name}: not run ({error})")
 
     if options.losses:
         for name in wanted:
             with ExitStack() as stack:  # one after another
-                add_losses(name, worker_of(name, stack), options)
+                if call := worker_of(name, stack):
+                    add_losses(name, call, options)
         return
     with ExitStack() as stack:
-        calls = {name: worker_of(name, stack) for name in wanted}
+        calls = {name: call for name in wanted if (call := worker_of(name, stack))}
+        if not calls:
+            return results.finish()  # says so
         times = measure(calls, options.repeats, 2)
         answers = {name: call.answer() for name, call in calls.items()}
         memory = {name: call.memory_mib() for name, call in calls.items()}

@@ -60,7 +60,7 @@ def here(load, monkeypatch):
         def shutdown(self, **options):
             pass
 
-    for name in ("step", "nets", "layers"):
+    for name in ("step", "nets", "layers", "language"):
         monkeypatch.setattr(load(name), "Worker", Here)
     return Here
 
@@ -235,6 +235,26 @@ def test_the_layers_script_measures(main, here, tmp_path):
     path = tmp_path / "layers.csv"
     main("layers", "--quick", "--threads", 1, "--only", "rows-384", "--csv", path)
     assert [row["variant"] for row in records(path)] == ["torch", "fused", "copy"]
+
+
+def test_the_language_script_measures_what_is_installed(
+    load, main, here, monkeypatch, tmp_path, capsys
+):
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(load("language").VARIANTS, "bitsandbytes AdamW8bit", Missing)
+    path = tmp_path / "language.csv"
+    options = ["--quick", "--repeats", 2, "--threads", 1, "--csv", path, "--only"]
+    main("language", *options, "bitsandbytes", "O5, split")
+    assert [row["variant"] for row in records(path)] == ["O5, split, 8bit"]
+    reason = "not run (ImportError: No module named 'bitsandbytes')"
+    assert f"bitsandbytes AdamW8bit: {reason}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no case's name holds 'nothing'"):
+        main("language", *options, "nothing")
+
+
+class Missing:
+    def __init__(self, *arguments):
+        raise ImportError("No module named 'bitsandbytes'")
 
 
 def test_steps_of_the_host_are_measured(main, here, tmp_path):
