@@ -334,6 +334,14 @@ def test_additions_cost_few_files(addition):
         assert re.search(pattern, (ROOT / file).read_text()), file
 
 
+def test_functions_that_contributors_meet_are_there():
+    called = re.findall(r"`(\w+)\([^`]*\)`", (ROOT / "CONTRIBUTING.md").read_text())
+    files = [file for folder in ("csrc", "python/ampfuse") for file in (ROOT / folder).rglob("*.*")]
+    code = [file.read_text() for file in files if file.suffix in (".h", ".cpp", ".cuh", ".py")]
+    defined = {name for text in code for name in re.findall(r"\w+(?=\()", text)}
+    assert {*called} - defined == {"help"}  # Python's
+
+
 @pytest.mark.parametrize(
     ("identifier", "folders", "most"),
     [
