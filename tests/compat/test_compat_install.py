@@ -53,7 +53,8 @@ def test_every_module_is_there_under_both_names():
     import fused_adam_cuda
     from apex.amp import _amp_state
     from apex.amp._amp_state import master_params, maybe_print, warn_or_err
-    from apex.amp.amp import half_function, init, register_float_function
+    from apex.amp.amp import half_function, init, initialize, register_float_function, state_dict
+    from apex.amp.handle import disable_casts, scale_loss
     from apex.parallel.distributed import flat_dist_call
 
     assert apex is compat
@@ -66,6 +67,8 @@ def test_every_module_is_there_under_both_names():
     assert apex.optimizers.fp16_optimizer.FP16_Optimizer.__name__ == "FP16_Optimizer"
     assert all(map(callable, (master_params, maybe_print, warn_or_err, flat_dist_call)))
     assert all(map(callable, (half_function, init, register_float_function)))
+    assert (initialize, state_dict) == (apex.amp.initialize, apex.amp.state_dict)
+    assert (disable_casts, scale_loss) == (apex.amp.disable_casts, apex.amp.scale_loss)
     assert compat.install() is compat  # again: no harm
     assert "apex.__main__" not in sys.modules
 

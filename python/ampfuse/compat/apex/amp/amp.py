@@ -18,8 +18,9 @@ from ampfuse.compat.apex.amp._amp_state import _amp_state
 from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
 from ampfuse.torch_utils import HALF_DTYPES, eager_module
 
-# apex's module has these names too.
+# apex's module has these names too: scripts have `from apex.amp import amp`.
 # isort: off
+from ampfuse.compat.apex.amp.frontend import initialize, load_state_dict, state_dict  # noqa: F401
 from ampfuse.amp import bfloat16_function, half_function, promote_function  # noqa: F401
 from ampfuse.amp import register_bfloat16_function, register_float_function  # noqa: F401
 from ampfuse.amp import register_half_function, register_promote_function  # noqa: F401

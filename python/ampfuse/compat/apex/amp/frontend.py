@@ -15,7 +15,6 @@ from ampfuse.amp import state_dict as state_dict
 from ampfuse.amp.casts import Casts
 from ampfuse.amp.initialize import make_session, set_up, turn_off
 from ampfuse.compat.apex.amp._amp_state import _amp_state, add_stash, warn_or_err
-from ampfuse.compat.apex.amp.amp import replace_functions
 from ampfuse.compat.apex.amp.handle import AmpHandle, NoOpHandle
 from ampfuse.compat.apex.amp.scaler import LossScaler, after_pass
 
@@ -165,6 +164,8 @@ def _new_handle(
     """The handle of `models`; where `policy` casts functions, these are replaced now."""
     if policy.autocast_type is None:
         return NoOpHandle(models)
+    from ampfuse.compat.apex.amp.amp import replace_functions  # it has this module's names
+
     replace_functions()
     on = Casts.of(policy)
     off = Casts(inputs=on.inputs, outputs=on.outputs)

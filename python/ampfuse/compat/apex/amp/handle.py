@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ampfuse import amp
 from ampfuse.amp import cast_state
+from ampfuse.amp import disable_casts as disable_casts
 from ampfuse.amp import scale_loss as scale_loss
 from ampfuse.amp import session as sessions
 from ampfuse.amp.casts import Casts, install
@@ -94,7 +95,7 @@ class AmpHandle(NoOpHandle):
         """Have ``_deactivate`` set ``module.name`` to `function`."""
         self._saved.append(module_name_function)
 
-    _disable_casts = staticmethod(amp.disable_casts)
+    _disable_casts = staticmethod(disable_casts)
     _clear_cache = staticmethod(torch.clear_autocast_cache)
 
     @property
