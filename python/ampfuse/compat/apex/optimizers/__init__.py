@@ -210,8 +210,9 @@ class FusedMixedPrecisionLamb(FusedLAMB, own_step=False):
     """:class:`FusedLAMB` with FP32 masters, for a loop with torch's GradScaler.
 
     Step counts start from `step`. The `lr` and `step` of a group are tensors on its device, the
-    group's own, in which schedules may write. Half parameters have masters if
-    `reduced_precision_dtype` is given; it may be set later, before the first step.
+    group's own: schedules may write into `lr`; what is written into `step` has no effect. Half
+    parameters have masters if `reduced_precision_dtype` is given; it may be set later, before the
+    first step.
     """
 
     _copied = (*FusedLAMB._copied, "_first_step", "_reduced_precision_dtype")
