@@ -493,6 +493,9 @@ def test_the_rule_of_a_scale_can_be_assigned():
     ):
         scaler._scale_seq_len = 0
     assert (scaler._scale_seq_len, scaler._max_loss_scale) == (4, 2.0**14)
+    scaler._loss_scale, scaler._scale_seq_len, scaler._max_loss_scale = 2.0**126, 1, INF
+    train(model, optimizer, 0.0, 0.0)
+    assert scaler.loss_scale() == 2.0**127
 
 
 # --- apex's defects ------------------------------------------------------------------------------

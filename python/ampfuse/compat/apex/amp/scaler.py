@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ampfuse.amp.scaler
 from ampfuse import ops
-from ampfuse.amp.scaler import DEFAULT_MIN_SCALE
+from ampfuse.amp.scaler import DEFAULT_MIN_SCALE, LARGEST_SCALE
 from ampfuse.amp.session import Session
 from ampfuse.compat.apex.amp._amp_state import maybe_print
 from ampfuse.compat.apex.multi_tensor_apply import set_flag
@@ -50,7 +50,7 @@ class LossScaler(ampfuse.amp.scaler.LossScaler):
 
     _scale_factor = rule_field("growth_factor", float)
     _scale_seq_len = rule_field("growth_interval", int)
-    _max_loss_scale = rule_field("max_scale", float)
+    _max_loss_scale = rule_field("max_scale", lambda value: min(float(value), LARGEST_SCALE))
     _min_loss_scale = rule_field("min_scale", lambda value: float(value or DEFAULT_MIN_SCALE))
 
     @property
