@@ -222,6 +222,11 @@ def test_lazy_modules_are_cast_once_they_have_shapes(level, trains):
         assert model[0].weight.dtype == f32
         model(x)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if trains:
+        if level not in ("O2", "O3", "O5"):
+            with pytest.raises(RuntimeError, match=r"1\.weight has no shape yet"):
+                optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
     out = model(x)
     assert (out.dtype, out.shape) == (f32, (1, 3))
     if trains:
@@ -229,6 +234,20 @@ def test_lazy_modules_are_cast_once_they_have_shapes(level, trains):
         backward(out.sum() / 64, optimizer)
         optimizer.step()
         assert not torch.equal(model[1].weight, before)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_lazy_modules_may_be_in_no_optimizer(part):
+    """Or in one that holds nothing else."""
+    models = [nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.LazyLinear(3))]
+    amp.initialize(models, sgd(models[part]), opt_level="O1", verbosity=0)
+    assert models[1](models[0](torch.ones(1, 2))).shape == (1, 3)
+
+
+@levels
+def test_a_model_that_is_a_lazy_module_is_refused(level):
+    with pytest.raises(RuntimeError, match="LazyLinear changes its class at the first call"):
+        amp.initialize(nn.LazyLinear(3), opt_level=level, verbosity=0)
 
 
 @pytest.mark.filterwarnings("error")

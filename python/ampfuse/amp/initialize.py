@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -107,8 +107,8 @@ def initialize(
         RuntimeError: unknown level; overrides that contradict it; a model in DataParallel or
             DistributedDataParallel; an optimizer that is initialized already, or optimizers that
             hold no parameter of the models; parameters on the meta device, or on one without
-            kernels; at O2, O3 and O5 lazy modules that were not called yet; trainable half
-            parameters at a level that expects FP32 ones.
+            kernels; a lazy module that was not called yet, or at O2, O3 and O5 one in a model;
+            trainable half parameters at a level that expects FP32 ones.
         TypeError: `models` or `optimizers` have another type; parameters of a type that the
             optimizers do not support (float64, complex, tensors without memory of their own).
         ValueError, AssertionError: malformed values, see :func:`ampfuse.amp.policy.make_policy`;
@@ -366,6 +366,11 @@ def _check_model(model: nn.Module) -> None:
             "the bare model, then wrap what it returns: the wrapper must see the weights in their "
             "final dtype."
         )
+    if getattr(wrapper, "cls_to_become", None) is not None:
+        raise RuntimeError(
+            f"{type(wrapper).__name__} changes its class at the first call, which would end the "
+            "casts: call it once before amp.initialize."
+        )
     check_can_install(model)
 
 
@@ -456,11 +461,11 @@ def _check_unknown_parameters(
     if not (optimizers and left_out):
         return
     is_none_trained = stepped.isdisjoint(names)
-    shapes = [[p.shape for p in listed] for listed in own if stepped.isdisjoint(map(id, listed))]
+    shapes = [_shapes(listed) for listed in own if stepped.isdisjoint(map(id, listed))]
     for optimizer, params in zip(optimizers, held, strict=True):
         unknown = [param for param in params if id(param) not in names]
         is_all_unknown = len(unknown) == len(params) > 0
-        is_like_a_model = [p.shape for p in parameters(optimizer)] in shapes
+        is_like_a_model = _shapes(parameters(optimizer)) in shapes
         is_of_a_copy = is_all_unknown and (is_none_trained or is_like_a_model)
         if is_of_a_copy or _some_is_forgotten(unknown):
             message = (
@@ -475,6 +480,11 @@ def _check_unknown_parameters(
             if is_none_trained:
                 raise RuntimeError(message)
             _log.warning(message)
+
+
+def _shapes(params: Iterable[Tensor]) -> list[Any]:
+    """The shapes of `params`; of lazy ones, which have none yet, something of their own."""
+    return [id(p) if nn.parameter.is_lazy(p) else p.shape for p in params]
 
 
 def _warn_of_shared(optimizers: list[Optimizer], names: dict[int, str]) -> None:

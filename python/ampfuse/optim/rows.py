@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ampfuse import _core
 from ampfuse.devices import check_device, check_materialized
@@ -75,6 +76,8 @@ class Rows(Component):
         params, names = list(parameters(optimizer)), self.parameter_names()
         for param, name in zip(params, names, strict=True):
             check_materialized(param, name)
+            if is_lazy(param):
+                raise RuntimeError(f"{name} has no shape yet: call the model once before the step.")
         if self.table is not None:
             known = self.params
             appended = len(known) < len(params) and all(map(operator.is_, known, params))
@@ -153,9 +156,11 @@ class Rows(Component):
         for i, group in enumerate(self.optimizer.param_groups):
             given = group.get("param_names") or [None] * len(group["params"])
             for j, param in enumerate(group["params"]):
-                known = self.names.get(id(leaf_of(param))) or given[j]
-                shape = tuple(param.shape)
-                names.append(known or f"param_groups[{i}]['params'][{j}] of shape {shape}")
+                name = self.names.get(id(leaf_of(param))) or given[j]
+                if not name:
+                    shape = "unknown" if is_lazy(param) else tuple(param.shape)
+                    name = f"param_groups[{i}]['params'][{j}] of shape {shape}"
+                names.append(name)
         return names
 
     def groups(self) -> list[dict[str, Any]]:
