@@ -219,17 +219,21 @@ OTHER_STEPS = [(None, optim.AdamW), ("O2", Plain), ("scaler", Plain)]
 
 
 @pytest.mark.parametrize(
-    ("level", "kind"),
-    [*STEPS, *(pytest.param(*step, marks=pytest.mark.slow) for step in OTHER_STEPS)],
+    ("level", "kind", "backend"),
+    [
+        *((*step, "aot_eager") for step in STEPS),
+        ("O1", optim.AdamW, "eager"),  # whose graphs run the model's operators in Python
+        *(pytest.param(*step, "aot_eager", marks=pytest.mark.slow) for step in OTHER_STEPS),
+    ],
 )
-def test_a_compiled_step_of_training_leaves_amp_uncompiled(level, kind):
+def test_a_compiled_step_of_training_leaves_amp_uncompiled(level, kind, backend):
     """Only the uses of the model are compiled, and after two steps nothing is."""
     results = []
     for compiled in (False, True):
         model, optimizer, scaler, step = whole_step(level, kind)
         if compiled:
             torch._dynamo.config.error_on_recompile = False  # torch's own steps
-            step = torch.compile(step, backend="aot_eager")
+            step = torch.compile(step, backend=backend)
         losses, graphs = {}, []
         for i in range(4):
             losses[f"loss {i}"] = step(*batch(i), factor(level, i))

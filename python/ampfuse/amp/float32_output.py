@@ -247,17 +247,18 @@ class Float32Output(Tensor):
         self.memory = new.memory
 
 
-# After the end of a compiled graph, Dynamo would compile these and what they call.
-for _name in ("__torch_function__", "__torch_dispatch__"):
-    skip_frames(vars(Float32Output)[_name].__func__, and_callees=True)
-
-
 def half_data(tensor: Tensor) -> Tensor | None:
     """The half data of a model output; None for other tensors, and once it has FP32 memory."""
     return tensor.half_data() if isinstance(tensor, Float32Output) else None
 
 
 _core.C.set_half_data(half_data, Float32Output.of)
+
+# torch and the extension call these. After the end of a compiled graph, and in one that the backend
+# runs as it is, Dynamo would compile them and what they call.
+for _name in ("__torch_function__", "__torch_dispatch__", "of"):
+    skip_frames(vars(Float32Output)[_name].__func__, and_callees=True)
+skip_frames(half_data, and_callees=True)
 
 
 class _InMemory(torch.autograd.Function):
