@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -287,8 +288,9 @@ def test_what_torch_takes_is_taken():
     train(optim.Adagrad([group]))  # keys that Adagrad does not look at
     given = {"master_weights": 1, "skip_nonfinite": 1, "unscale_grads": 0}
     optimizer = optim.SGD(parameters(bf16), lr=0.1, **given)
-    assert [getattr(optimizer, name) for name in given] == [True, True, False]
-    assert all(type(getattr(optimizer, name)) is bool for name in given)
+    for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert [getattr(one, name) for name in given] == [True, True, False]
+        assert all(type(getattr(one, name)) is bool for name in given)
 
 
 # --- options -------------------------------------------------------------------------------------
