@@ -362,15 +362,16 @@ def test_the_scale_follows_its_rules(passes, interval, hysteresis, backoff):
 
 
 @pytest.mark.parametrize(
-    ("options", "overflow", "last"),
+    ("options", "first", "overflow", "last"),
     [
-        ({"init_scale": 2.0**-22}, True, 2.0**-24),
-        ({"init_scale": 2.0**30, "scale_window": 1}, False, 2.0**24),
-        ({"init_scale": 2.0**126, "scale_window": 1, "max_loss_scale": inf}, False, 2.0**127),
+        ({"init_scale": 2.0**-22}, 2.0**-22, True, 2.0**-24),
+        ({"init_scale": 2.0**30}, 2.0**24, False, 2.0**24),
+        ({"init_scale": 2.0**126, "max_loss_scale": inf}, 2.0**126, False, 2.0**127),
     ],
 )
-def test_the_scale_stays_in_its_range(options, overflow, last):
-    scaler = LossScaler("dynamic", **options)
+def test_the_scale_stays_in_its_range(options, first, overflow, last):
+    scaler = LossScaler("dynamic", scale_window=1, **options)
+    assert scaler.loss_scale() == first
     for _ in range(5):
         scaler.update([torch.tensor(float(overflow))])
     assert scaler.loss_scale() == last
