@@ -91,3 +91,13 @@ def test_weights_follow_torchs_seed(name):
     first = weights(1)
     assert torch.equal(first, weights(1))
     assert first.ne(weights(2)).any()
+
+
+@pytest.mark.parametrize(("name", "size"), [("vgg16", 32), ("densenet161", 29), ("mnist_cnn", 6)])
+def test_images_too_small_are_refused(name, size):
+    """Smaller ones than these end a network in a layer."""
+    with torch.device("meta"):
+        model = models.build(name, classes=10, channels=3, image_size=size).eval()
+        assert model(torch.empty(2, 3, size, size)).shape == (2, 10)
+        with pytest.raises(ValueError, match=f"needs images of {size} pixels or more"):
+            models.build(name, classes=10, channels=3, image_size=size - 1)

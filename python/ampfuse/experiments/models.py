@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 NAMES = "vgg16 wrn28_10 seresnext50_32x4d densenet161 resnet18 resnet50 mnist_cnn mlp".split()
+_SMALLEST = {"vgg16": 32, "densenet161": 29, "mnist_cnn": 6}  # images, in pixels; others take any
 
 
 def build(
@@ -22,7 +23,7 @@ def build(
     scores of `classes`, ``mlp`` to as many values. `dropout` is for Wide-ResNets.
 
     Raises:
-        ValueError: there is no such network.
+        ValueError: there is no such network, or the images are too small for it.
     """
     if wide := re.fullmatch(r"wrn(\d+)_(\d+)", name):
         return wide_resnet(int(wide[1]), int(wide[2]), classes, channels, dropout)
@@ -30,6 +31,8 @@ def build(
         return digits_net(int(digits[1]), classes, channels)
     if name not in NAMES:
         raise ValueError(f"unknown model {name!r}: the models are {', '.join(NAMES)}, wrn16_4, ...")
+    if image_size < (smallest := _SMALLEST.get(name, 1)):
+        raise ValueError(f"it needs images of {smallest} pixels or more, not {image_size}")
     if name == "mnist_cnn":
         return mnist_cnn(classes, channels, image_size)
     if name == "mlp":

@@ -125,8 +125,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def figures(value: float, count: int) -> str:
-    """`value` with `count` significant figures; large ones whole: ``"33.1"``, ``"1050"``."""
-    return f"{value:.0f}" if value >= 10**count - 0.5 else f"{value:.{count}g}"
+    """`value` with `count` significant figures; large ones whole: ``"33.1"``, ``"1050"``; above a
+    million as a power of ten."""
+    return f"{value:.0f}" if 10**count - 0.5 <= value < 1e6 else f"{value:.{count}g}"
 
 
 def aligned(lines: Sequence[Sequence[str]], *, left: Container[int]) -> list[str]:
