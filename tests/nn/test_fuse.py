@@ -257,6 +257,11 @@ class Overridden(nn.BatchNorm2d):
         return super().forward(input) * 2
 
 
+def hooked(norm):
+    norm.register_forward_hook(lambda *_: None)
+    return norm
+
+
 LEFT = {
     "branches": (lambda self, x: self.norm(x) if x.sum() > -1e9 else x, "cannot be traced"),
     "stores": (lambda self, x: setattr(self, "kept", x) or self.norm(x), "sets self.kept"),
@@ -286,6 +291,7 @@ LEFT = {
         "BatchNorm1d has no fused version",
         {"norm": nn.BatchNorm1d(4)},
     ),
+    "hooked": (plain, "it has hooks", {"norm": hooked(nn.BatchNorm2d(4))}),
     "instance": (plain, "has a custom forward", {"forward": lambda x: x * 1}),
 }
 

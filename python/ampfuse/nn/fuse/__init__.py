@@ -28,6 +28,7 @@ from ampfuse.nn.fuse.forwards import (
     is_fused,
     names_in,
     override_of,
+    runs_plainly,
 )
 from ampfuse.nn.fuse.trace import Untraceable
 from ampfuse.nn.modules import BatchNormAct2d
@@ -158,13 +159,17 @@ def fuse(model: nn.Module, parts: Collection[str] = PARTS) -> FusionReport:
     rewrites = [part.rewrite for part in chosen if part.rewrite]
     for owner, names in owners.items():
         reasons = {name: _unknown(modules[name]) for name in names}
-        reason = f"{owner or 'the model'} does not call it"
+        untraceable = None
         if not names or not all(reasons.values()):
             try:
                 fused |= fuse_graphs(modules[owner], rewrites)
             except Untraceable as error:
-                reason = str(error)
-        report.left |= {name: unknown or reason for name, unknown in reasons.items()}
+                untraceable = str(error)
+        for name, unknown in reasons.items():
+            uncalled = f"{owner or 'the model'} does not call it"
+            if not runs_plainly(modules[name]):
+                uncalled = "it has hooks, or a forward of its own"
+            report.left[name] = unknown or untraceable or uncalled
     for name in report.left:
         part, compute = _part_of(modules[name])
         if compute is None:
