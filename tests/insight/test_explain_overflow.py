@@ -416,6 +416,7 @@ def test_a_dynamic_scale_that_adapts(kind):
 # Losses that the program multiplies itself.
 BY_HAND = {
     "loss * scale": operator.mul,
+    "an integer": lambda loss, scale: loss * int(scale),
     "a tensor first": lambda loss, scale: torch.tensor(scale) * loss,
     "in place": lambda loss, scale: (loss * 1).mul_(scale),
 }

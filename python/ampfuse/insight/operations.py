@@ -198,11 +198,16 @@ def _is_written(argument: Any) -> bool:
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether the values of `tensor` can be read, and inf or NaN can be among them."""
+    return has_values(tensor) and tensor.is_floating_point()
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the values of `tensor` can be read."""
     if is_functorch_wrapped_tensor(tensor):  # what it wraps is dispatched too
         return False
     tensor = local(tensor)
     ordinary = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
-    return ordinary and tensor.is_floating_point() and tensor.numel() > 0 and not tensor.is_meta
+    return ordinary and tensor.numel() > 0 and not tensor.is_meta
 
 
 def address(tensor: Tensor) -> int:

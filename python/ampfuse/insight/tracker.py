@@ -32,6 +32,7 @@ from ampfuse.insight.operations import (
     Operation,
     address,
     callers,
+    has_values,
     is_readable,
     kind_of,
     public_name,
@@ -368,7 +369,8 @@ class LossScaleFinder:
 def _is_number(value: Any) -> bool:
     """Whether `value` is a real number, or a 0-dim tensor of one without gradient."""
     if isinstance(value, Tensor):
-        return value.dim() == 0 and not value.requires_grad and is_readable(value)
+        is_real = value.dim() == 0 and not value.is_complex()
+        return is_real and not value.requires_grad and has_values(value)
     return not isinstance(value, complex)
 
 
