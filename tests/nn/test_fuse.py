@@ -4,7 +4,7 @@ import copy
 import operator
 import pickle
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
@@ -230,6 +230,24 @@ def test_modes_may_differ(calls):
     model = module(lambda self, x: self.relu(self.norm(x)) if self.training else self.norm(x) + x)
     check(model, X)
     assert len(calls) == 2
+
+
+class Named(dict):
+    """A dict that is built otherwise."""
+
+    def __init__(self, **values):
+        super().__init__(values)
+
+
+@pytest.mark.parametrize(("kind", "is_fused"), [(OrderedDict, True), (dict, True), (Named, False)])
+def test_a_fused_forward_returns_the_same_type(kind, is_fused):
+    model = module(lambda self, x: kind(normed=self.norm(x), given=x))
+    report = fuse(model)
+    assert ("norm" in report.fused) is is_fused
+    assert is_fused or "it makes a Named" in report.left["norm"]
+    output = model(X)
+    assert type(output) is kind
+    assert list(output) == ["normed", "given"]
 
 
 def plain(self, x):

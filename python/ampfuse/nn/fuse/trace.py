@@ -12,12 +12,14 @@ import enum
 import functools
 import operator
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph import inplace_methods
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
@@ -100,6 +102,9 @@ _WRAPPED = (
     *(torch.empty, torch.zeros, torch.ones, torch.full),
 )
 
+# A graph has these, and named tuples; fx would make the others a list, a tuple or a dict.
+_COLLECTIONS = (list, tuple, dict, torch.Size, immutable_list, immutable_dict)
+
 
 class _Tracer(fx.Tracer):
     def __init__(self, key: GraphKey) -> None:
@@ -137,8 +142,15 @@ class _Tracer(fx.Tracer):
         return self._arguments[str(node.target)]
 
     def create_arg(self, a: Any) -> Any:
-        # Before anything checks its type.
-        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)
+        kind = type(a)
+        if issubclass(kind, fx.Proxy):  # before anything checks its type
+            return a.node
+        if kind is OrderedDict:
+            return self.create_proxy("call_function", OrderedDict, ([*a.items()],), {}).node
+        is_collection = issubclass(kind, (list, tuple, dict)) and not hasattr(kind, "_fields")
+        if is_collection and kind not in _COLLECTIONS:
+            raise Untraceable(f"it makes a {kind.__name__}")
+        return super().create_arg(a)
 
 
 def _context() -> tuple[Any, ...]:
