@@ -6,6 +6,7 @@ import pickle
 import random
 from collections import Counter, OrderedDict
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -167,6 +168,7 @@ FORWARDS = {
     ),
     "alpha": (lambda self, x: torch.add(self.norm(x), x, alpha=2), "alone"),
     "constant": (lambda self, x: self.relu(self.norm(x) + 1), "alone"),
+    "NumPy's number": (lambda self, x: self.relu(self.norm(x)) * numpy.sqrt(3.0), "with ReLU"),
     "twice": (lambda self, x: self.norm(x) + self.norm(self.conv(x)), "with add"),
     "itself": (lambda self, x: (lambda out: out + out)(self.norm(x)), "alone"),
     "broadcast": (

@@ -150,6 +150,9 @@ class _Tracer(fx.Tracer):
         is_collection = issubclass(kind, (list, tuple, dict)) and not hasattr(kind, "_fields")
         if is_collection and kind not in _COLLECTIONS:
             raise Untraceable(f"it makes a {kind.__name__}")
+        for literal in (float, complex, str):  # code has no other ones, as NumPy's float64 is
+            if issubclass(kind, literal) and not issubclass(kind, enum.Enum):
+                a = literal(a)
         return super().create_arg(a)
 
 
