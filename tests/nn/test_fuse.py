@@ -272,6 +272,17 @@ class Pair(nn.Module):
         return x, x
 
 
+class Filler(nn.Module):
+    def forward(self, x, kept):
+        kept.append(x)
+        return x
+
+
+def collects(self, x, *first):
+    kept = [*first]
+    return self.conv(self.norm(x), kept) + torch.stack(kept or [x]).sum(0)
+
+
 class Overridden(nn.BatchNorm2d):
     def forward(self, input):
         return super().forward(input) * 2
@@ -303,6 +314,8 @@ LEFT = {
         lambda self, x: self.norm(x) * (2 if isinstance(x.size(0), int) else 1),
         "checks the type",
     ),
+    "fills": (collects, "an empty collection", {"conv": Filler()}),
+    "extends": (lambda self, x: collects(self, x, x), "a collection again", {"conv": Filler()}),
     "class": (lambda self, x: self.norm(x) * (2 if x.__class__ is torch.Tensor else 1), "the type"),
     "number": (lambda self, x: self.norm(x) + torch.eye(x.shape[-1]), "function as a number"),
     "subclass": (plain, "Overridden has no fused version", {"norm": Overridden(4)}),

@@ -112,6 +112,7 @@ class _Tracer(fx.Tracer):
         self._autowrap_search.append(torch)
         self._arguments = dict(key.arguments)
         self._context = _context()
+        self._given: list[Any] = []  # lists and dicts that modules have got
         self.checks_types = False
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -131,6 +132,17 @@ class _Tracer(fx.Tracer):
             raise Untraceable("it changes the gradient mode or autocast")
         return super().create_node(kind, *args, **kwargs)
 
+    def call_module(
+        self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = super().call_module(m, forward, args, kwargs)
+        for each in (*args, *kwargs.values()):
+            if type(each) in (list, dict):
+                if not each:
+                    raise Untraceable("it gives a module an empty collection, to be filled")
+                self._given.append(each)
+        return result
+
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
@@ -145,6 +157,8 @@ class _Tracer(fx.Tracer):
         kind = type(a)
         if issubclass(kind, fx.Proxy):  # before anything checks its type
             return a.node
+        if any(a is given for given in self._given):  # and may have changed
+            raise Untraceable("it uses a collection again that it gave to a module")
         if kind is OrderedDict:
             return self.create_proxy("call_function", OrderedDict, ([*a.items()],), {}).node
         is_collection = issubclass(kind, (list, tuple, dict)) and not hasattr(kind, "_fields")
